@@ -1,0 +1,405 @@
+// The border between Python and the kernels: a Plan holds the tensors of one optimizer on one device,
+// their table and their kernels. The only file that sees a torch header. Knows no arithmetic.
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "fusedopt.h"
+
+#if defined(FUSEDOPT_CUDA)
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#endif
+
+namespace py = pybind11;
+
+namespace fusedopt {
+namespace {
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+template <class T>
+T* pointer_or_null(const OptionalTensor& tensor) {
+  return tensor ? static_cast<T*>(tensor->data_ptr()) : nullptr;
+}
+
+// Elements lie in memory in the same order; the strides of dimensions of size 1 mean nothing.
+bool same_layout(const at::Tensor& a, const at::Tensor& b) {
+  const auto sizes = a.sizes();
+  if (sizes != b.sizes()) return false;
+  const auto a_strides = a.strides(), b_strides = b.strides();
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    if (sizes[i] > 1 && a_strides[i] != b_strides[i]) return false;
+  }
+  return true;
+}
+
+// One tensor of the plan. A tensor without state is only watched: a gradient makes the plan stale.
+struct Entry {
+  at::Tensor param;
+  std::vector<at::Tensor> kept;  // whatever the row points into
+  at::ScalarType grad_dtype;
+  int64_t group;
+  int64_t signature;  // -1: watched
+  const void* data;
+};
+
+// The tensors [first, first + count) whose gradients and groups fit into one Advance.
+struct Chunk {
+  int32_t first, count;
+  std::vector<int64_t> groups;
+  std::vector<uint64_t> packed_groups;
+};
+
+class Plan {
+ public:
+  // kernels: the address that each signature's fusedopt_kernels() gave.
+  Plan(at::Device device, py::tuple hyperparameters, std::vector<int64_t> kernels, uint32_t seed)
+      : device_(device), keys_(std::move(hyperparameters)), seed_(seed), tiles_(kernels.size()) {
+    for (const int64_t address : kernels) {
+      kernels_.push_back(reinterpret_cast<const Kernels*>(address));
+      TORCH_CHECK(kernels_.back()->ready_bytes == kernels_.front()->ready_bytes &&
+                      kernels_.back()->hyperparameters == kernels_.front()->hyperparameters,
+                  "all signatures of a plan must share one rule");
+    }
+  }
+
+  void watch(const at::Tensor& param) {
+    add_entry({param, {}, param.scalar_type(), 0, -1, param.data_ptr()}, {});
+  }
+
+  // scales[i] is null unless states[i] is block-scaled; fp8 is (scale, amax, scale_inv) of an fp8
+  // parameter and fp8_largest the largest finite number of its dtype (0: its scale is not ours).
+  void add(const at::Tensor& param, at::ScalarType grad_dtype, const at::Tensor& step,
+           const std::vector<at::Tensor>& states, const std::vector<OptionalTensor>& scales,
+           const OptionalTensor& master, const OptionalTensor& master_scale,
+           const std::vector<at::Tensor>& fp8, double fp8_largest, int64_t group,
+           int64_t signature) {
+    TORCH_CHECK(states.size() <= kMaxStates && scales.size() == states.size(), "got ",
+                states.size(), " states and ", scales.size(), " scales, at most ", kMaxStates);
+    TORCH_CHECK(signature >= 0 && signature < static_cast<int64_t>(kernels_.size()),
+                "signature ", signature, " of ", kernels_.size());
+    TensorRow row = {};
+    Entry entry = {param, {step}, grad_dtype, group, signature, param.data_ptr()};
+    row.param = param.data_ptr();
+    row.step = step.data_ptr<float>();
+    row.numel = param.numel();
+    bool aligned = is_aligned(param);
+    const auto keep = [&](const at::Tensor& tensor, const char* name) {
+      TORCH_CHECK(tensor.device() == device_, name, " lies on ", tensor.device(), ", expected ",
+                  device_);
+      entry.kept.push_back(tensor);
+    };
+    const auto keep_elements = [&](const at::Tensor& tensor, const char* name) {
+      keep(tensor, name);
+      TORCH_CHECK(same_layout(tensor, param), name, " has sizes ", tensor.sizes(), " and strides ",
+                  tensor.strides(), ", expected those of its parameter: ", param.sizes(), " and ",
+                  param.strides());
+      aligned = aligned && is_aligned(tensor);
+      return tensor.data_ptr();
+    };
+    const auto keep_scales = [&](const OptionalTensor& scale, const char* name) {
+      if (!scale) return static_cast<float*>(nullptr);
+      keep(*scale, name);
+      const int64_t blocks = (param.numel() + kScaleBlock - 1) / kScaleBlock;
+      TORCH_CHECK(scale->is_contiguous() && scale->numel() == blocks, name, " has ",
+                  scale->numel(), " elements, expected ", blocks);
+      return scale->data_ptr<float>();
+    };
+    for (size_t i = 0; i < states.size(); ++i) {
+      row.states[i] = keep_elements(states[i], "a state");
+      row.state_scales[i] = keep_scales(scales[i], "a state's scales");
+    }
+    if (master) row.master = keep_elements(*master, "the master");
+    row.master_scale = keep_scales(master_scale, "the master's scales");
+    if (!fp8.empty()) {
+      for (const auto& tensor : fp8) keep(tensor, "an fp8 scale");
+      row.fp8_scale = fp8.at(0).data_ptr<float>();
+      row.fp8_amax = fp8.at(1).data_ptr<float>();
+      row.fp8_scale_inv = fp8.at(2).data_ptr<float>();
+      row.fp8_largest = static_cast<float>(fp8_largest);
+    }
+    row.aligned = aligned;
+    add_entry(std::move(entry), row);
+  }
+
+  // Lays out tiles and chunks and puts the table on the device.
+  void seal() {
+    TORCH_CHECK(entries_.size() < std::numeric_limits<int32_t>::max(), "too many tensors");
+    if (kernels_.empty()) return;
+    for (size_t i = 0; i < entries_.size(); ++i) {
+      if (entries_[i].signature < 0) continue;
+      auto& tiles = tiles_[entries_[i].signature];
+      const int64_t tile = kernels_[entries_[i].signature]->tile_elements;
+      rows_[i].first_tile = static_cast<int64_t>(tiles.size());
+      tiles.insert(tiles.end(), (rows_[i].numel + tile - 1) / tile, static_cast<int32_t>(i));
+    }
+    make_chunks();
+    rows_table_ = to_device(rows_.data(), rows_.size() * sizeof(TensorRow));
+    for (const auto& tiles : tiles_) {
+      tile_tables_.push_back(to_device(tiles.data(), tiles.size() * sizeof(int32_t)));
+    }
+    ready_ = at::empty({static_cast<int64_t>(entries_.size()) * kernels_.front()->ready_bytes},
+                       at::TensorOptions(at::kByte).device(device_));
+  }
+
+  // Reads every gradient: p.grad, or grads[i] where a list is given. False: the plan no longer fits
+  // (or a gradient is bad), nothing was changed, and Python has to look.
+  bool gather(const py::object& grads) {
+    gathered_ = 0;
+    copies_.clear();
+    std::fill(signature_used_.begin(), signature_used_.end(), false);
+    const bool given = !grads.is_none();
+    for (size_t i = 0; i < entries_.size(); ++i) {
+      Entry& entry = entries_[i];
+      OptionalTensor from_list;
+      if (given) from_list = grads[py::int_(i)].cast<OptionalTensor>();
+      grads_[i] = nullptr;
+      const at::Tensor* grad = given ? (from_list ? &*from_list : nullptr) : &entry.param.grad();
+      if (!grad || !grad->defined()) continue;
+      if (entry.signature < 0 || grad->layout() != at::kStrided ||
+          grad->scalar_type() != entry.grad_dtype || grad->device() != device_ ||
+          entry.param.data_ptr() != entry.data || grad->sizes() != entry.param.sizes()) {
+        return false;
+      }
+      ++gathered_;
+      signature_used_[entry.signature] = true;
+      grads_[i] = gradient_pointer(*grad, entry.param);
+    }
+    return true;
+  }
+
+  // One step of what was gathered.
+  void launch(const py::list& groups, const OptionalTensor& grad_scale,
+              const OptionalTensor& found_inf) {
+    if (gathered_ == 0) return;
+    read_groups(groups);
+#if defined(FUSEDOPT_CUDA)
+    const c10::cuda::CUDAGuard guard(device_);
+    const auto current = c10::cuda::getCurrentCUDAStream(device_.index());
+    void* stream = current.stream();
+    cudaStreamCaptureStatus status;
+    C10_CUDA_CHECK(cudaStreamIsCapturing(current.stream(), &status));
+    captured_ = captured_ || status != cudaStreamCaptureStatusNone;
+#else
+    void* stream = nullptr;
+#endif
+    Advance args = {};
+    args.rows = static_cast<const TensorRow*>(rows_table_.data_ptr());
+    args.ready = ready_.data_ptr();
+    args.grad_scale = scalar_pointer(grad_scale, "grad_scale");
+    args.found_inf = scalar_pointer(found_inf, "found_inf");
+    args.seed = seed_;
+    for (const Chunk& chunk : chunks_) {
+      words_.clear();
+      for (const int64_t group : chunk.groups) {
+        const uint64_t* values = &group_words_[group * group_size()];
+        words_.insert(words_.end(), values, values + group_size());
+      }
+      const auto* first = reinterpret_cast<const uint64_t*>(&grads_[chunk.first]);
+      words_.insert(words_.end(), first, first + chunk.count);
+      words_.insert(words_.end(), chunk.packed_groups.begin(), chunk.packed_groups.end());
+      args.first = chunk.first;
+      args.count = chunk.count;
+      args.groups = static_cast<int32_t>(chunk.groups.size());
+      args.num_words = static_cast<int32_t>(words_.size());
+      check(kernels_.front()->advance(args, words_.data(), stream));
+    }
+    for (size_t i = 0; i < kernels_.size(); ++i) {
+      const auto num_tiles = static_cast<int64_t>(tiles_[i].size());
+      if (!signature_used_[i] || num_tiles == 0) continue;
+      const Update update = {args.rows, args.ready,
+                             static_cast<const int32_t*>(tile_tables_[i].data_ptr()), 0, num_tiles};
+      run(*kernels_[i], update, stream);
+    }
+    // Raw pointers do not tell autograd that a tensor changed.
+    for (size_t i = 0; i < entries_.size(); ++i) {
+      if (!grads_[i] || entries_[i].param.is_inference()) continue;
+      entries_[i].param.unsafeGetTensorImpl()->bump_version();
+    }
+    copies_.clear();
+  }
+
+  bool captured() const { return captured_; }
+
+ private:
+  static bool is_aligned(const at::Tensor& tensor) {
+    return reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0;
+  }
+
+  static void check(int error) {
+#if defined(FUSEDOPT_CUDA)
+    C10_CUDA_CHECK(static_cast<cudaError_t>(error));
+#else
+    TORCH_INTERNAL_ASSERT(error == 0);
+#endif
+  }
+
+  static void run(const Kernels& kernels, const Update& update, void* stream) {
+#if defined(FUSEDOPT_CUDA)
+    check(kernels.update(update, stream));
+#else
+    at::parallel_for(0, update.num_tiles, 4, [&](int64_t begin, int64_t end) {
+      Update part = update;
+      part.first_tile = begin;
+      part.num_tiles = end - begin;
+      check(kernels.update(part, stream));
+    });
+#endif
+  }
+
+  int64_t group_size() const { return 1 + kernels_.front()->hyperparameters; }
+
+  void add_entry(Entry entry, const TensorRow& row) {
+    TORCH_CHECK(entry.param.device() == device_, "a parameter lies on ", entry.param.device(),
+                ", expected ", device_);
+    entries_.push_back(std::move(entry));
+    rows_.push_back(row);
+    grads_.push_back(nullptr);
+  }
+
+  at::Tensor to_device(const void* data, size_t bytes) const {
+    const at::Tensor host = at::empty({static_cast<int64_t>(bytes)}, at::kByte);
+    std::memcpy(host.data_ptr(), data, bytes);
+    return host.to(device_);
+  }
+
+  void make_chunks() {
+    const auto limit = static_cast<size_t>(kernels_.front()->max_words);
+    std::vector<uint32_t> local;  // group of each tensor of the current chunk, numbered in it
+    Chunk chunk = {0, 0, {}, {}};
+    const auto close = [&] {
+      for (size_t i = 0; i < local.size(); i += 2) {
+        const uint64_t high = i + 1 < local.size() ? local[i + 1] : 0;
+        chunk.packed_groups.push_back(high << 32 | local[i]);
+      }
+      if (chunk.count > 0) chunks_.push_back(chunk);
+      chunk = {chunk.first + chunk.count, 0, {}, {}};
+      local.clear();
+    };
+    for (const Entry& entry : entries_) {
+      const auto words = [&](size_t groups, size_t count) {
+        return groups * group_size() + count + (count + 1) / 2;
+      };
+      const bool known = !chunk.groups.empty() && chunk.groups.back() == entry.group;
+      if (words(chunk.groups.size() + !known, local.size() + 1) > limit) close();
+      if (chunk.groups.empty() || chunk.groups.back() != entry.group) {
+        chunk.groups.push_back(entry.group);
+      }
+      local.push_back(static_cast<uint32_t>(chunk.groups.size() - 1));
+      ++chunk.count;
+    }
+    close();
+    signature_used_.assign(kernels_.size(), false);
+  }
+
+  const void* gradient_pointer(const at::Tensor& grad, const at::Tensor& param) {
+    if (param.numel() == 0) return this;  // anything but null: there is a gradient, nothing reads it
+    if (same_layout(grad, param)) return grad.data_ptr();
+    const c10::AutoGradMode no_grad(false);
+    copies_.push_back(at::empty_strided(param.sizes(), param.strides(), grad.options()));
+    copies_.back().copy_(grad);
+    return copies_.back().data_ptr();
+  }
+
+  const float* scalar_pointer(const OptionalTensor& tensor, const char* name) const {
+    if (!tensor) return nullptr;
+    TORCH_CHECK(tensor->device() == device_ && tensor->scalar_type() == at::kFloat &&
+                    tensor->numel() == 1,
+                name, " must be one fp32 number on ", device_, ", got ", tensor->sizes(), " ",
+                tensor->scalar_type(), " on ", tensor->device());
+    return tensor->data_ptr<float>();
+  }
+
+  // group dicts -> words: a tensor on this device is passed on as a pointer.
+  void read_groups(const py::list& groups) {
+    group_words_.clear();
+    for (const py::handle& group : groups) {
+      const size_t header = group_words_.size();
+      group_words_.push_back(0);
+      for (const py::handle& key : keys_) {
+        PyObject* value = PyDict_GetItemWithError(group.ptr(), key.ptr());
+        TORCH_CHECK_VALUE(value != nullptr, "a parameter group has no ", py::str(key));
+        if (PyTuple_Check(value)) {
+          for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(value); ++i) {
+            push_value(PyTuple_GET_ITEM(value, i), header, key);
+          }
+        } else {
+          push_value(value, header, key);
+        }
+      }
+      TORCH_CHECK_VALUE(group_words_.size() - header == static_cast<size_t>(group_size()),
+                        "a parameter group has ", group_words_.size() - header - 1,
+                        " hyperparameters, expected ", group_size() - 1);
+    }
+  }
+
+  void push_value(PyObject* value, size_t header, const py::handle& key) {
+    if (THPVariable_Check(value)) {
+      const at::Tensor& tensor = THPVariable_Unpack(value);
+      const bool is_double = tensor.scalar_type() == at::kDouble;
+      if (tensor.device() == device_ && (is_double || tensor.scalar_type() == at::kFloat)) {
+        const size_t i = group_words_.size() - header - 1;
+        group_words_[header] |= (uint64_t{1} << i) | (uint64_t{is_double} << (32 + i));
+        group_words_.push_back(reinterpret_cast<uint64_t>(tensor.data_ptr()));
+        return;
+      }
+      TORCH_CHECK_TYPE(tensor.is_cpu(), py::str(key), " must be a float, a CPU tensor, or an fp32 or ",
+                       "fp64 tensor on ", device_, ", got ", tensor.scalar_type(), " on ",
+                       tensor.device());
+    }
+    const double number = PyFloat_AsDouble(value);
+    if (number == -1.0 && PyErr_Occurred()) throw py::error_already_set();
+    uint64_t word;
+    std::memcpy(&word, &number, sizeof word);
+    group_words_.push_back(word);
+  }
+
+  at::Device device_;
+  py::tuple keys_;
+  uint32_t seed_;
+  std::vector<const Kernels*> kernels_;
+  std::vector<Entry> entries_;
+  std::vector<TensorRow> rows_;
+  std::vector<std::vector<int32_t>> tiles_;  // of each signature: tile -> tensor
+  std::vector<Chunk> chunks_;
+  at::Tensor rows_table_, ready_;
+  std::vector<at::Tensor> tile_tables_;
+  std::vector<const void*> grads_;
+  std::vector<at::Tensor> copies_;  // gradients laid out unlike their parameter
+  std::vector<bool> signature_used_;
+  std::vector<uint64_t> group_words_, words_;
+  int64_t gathered_ = 0;
+  bool captured_ = false;
+};
+
+}  // namespace
+}  // namespace fusedopt
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  using fusedopt::Plan;
+  py::class_<Plan>(m, "Plan", py::module_local())
+      .def(py::init<at::Device, py::tuple, std::vector<int64_t>, uint32_t>(), py::arg("device"),
+           py::arg("hyperparameters"), py::arg("kernels"), py::arg("seed"))
+      .def("watch", &Plan::watch, py::arg("param"))
+      .def("add", &Plan::add, py::kw_only(), py::arg("param"), py::arg("grad_dtype"),
+           py::arg("step"), py::arg("states"), py::arg("scales"), py::arg("master"),
+           py::arg("master_scale"), py::arg("fp8"), py::arg("fp8_largest"), py::arg("group"),
+           py::arg("signature"))
+      .def("seal", &Plan::seal)
+      .def("gather", &Plan::gather, py::arg("grads"))
+      .def("launch", &Plan::launch, py::arg("groups"), py::arg("grad_scale"), py::arg("found_inf"))
+      .def_property_readonly("captured", &Plan::captured);
+}

@@ -1,0 +1,79 @@
+// What a launch is told: plain structs and the interface of a kernel library. Knows neither torch
+// nor CUDA, nor what an optimizer computes.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define FUSEDOPT_HD __host__ __device__ __forceinline__
+#else
+#define FUSEDOPT_HD inline __attribute__((always_inline))
+#endif
+
+#if defined(__CUDA_ARCH__)
+#define FUSEDOPT_UNROLL _Pragma("unroll")
+#else
+#define FUSEDOPT_UNROLL
+#endif
+
+namespace fusedopt {
+
+constexpr int kMaxStates = 3;
+constexpr int kScaleBlock = 256;  // elements that share one scale; a multiple of every vector width
+
+// One tensor of the plan: what stays the same from step to step. Unused pointers are null.
+struct TensorRow {
+  void* param;
+  void* states[kMaxStates];
+  float* state_scales[kMaxStates];  // one per kScaleBlock elements
+  void* master;
+  float* master_scale;
+  float* step;       // 0-dim fp32, counts the updates that were not skipped
+  float* fp8_scale;  // of an fp8 parameter: stored = value * scale
+  float* fp8_amax;
+  float* fp8_scale_inv;
+  float fp8_largest;  // of its dtype; 0: somebody else chooses the scale
+  int32_t aligned;    // every pointer to elements above is a multiple of 16 bytes
+  int64_t numel;
+  int64_t first_tile;  // in the tile list of its signature
+};
+
+// What changes from step to step, for a run of tensors [first, first + count). It travels in the
+// launch itself, so there is no host buffer to guard and a captured graph keeps its own copy.
+// `words` holds the groups these tensors belong to, then one gradient pointer per tensor (null: no
+// gradient this time), then one group number per tensor, two to a word. A group is a mask of the
+// values that are pointers to device scalars, a mask of those that point to doubles, and the values.
+struct Advance {
+  const TensorRow* rows;
+  void* ready;  // Ready<Rule>[tensors], written by advance, read by update
+  const float* grad_scale;
+  const float* found_inf;
+  uint32_t seed;
+  int32_t first;
+  int32_t count;
+  int32_t groups;
+  int32_t num_words;
+};
+
+struct Update {
+  const TensorRow* rows;
+  const void* ready;
+  const int32_t* tiles;  // tile -> tensor
+  int64_t first_tile;    // CPU threads take a range of tiles each; CUDA takes all in one launch
+  int64_t num_tiles;
+};
+
+// What a kernel library gives. The functions return 0 or a cudaError_t.
+struct Kernels {
+  int32_t tile_elements;
+  int32_t ready_bytes;
+  int32_t hyperparameters;
+  int32_t max_words;  // of one Advance
+  int (*advance)(const Advance&, const uint64_t* words, void* stream);
+  int (*update)(const Update&, void* stream);
+};
+
+}  // namespace fusedopt
+
+// Every kernel library exports this one symbol.
+extern "C" const fusedopt::Kernels* fusedopt_kernels();

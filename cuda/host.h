@@ -1,0 +1,39 @@
+// The same slices on a CPU thread: a tile is a run of blocks, a slice one block of kScaleBlock
+// elements. Who divides tiles among threads is the caller's business.
+#pragma once
+
+#include "multi_tensor.cuh"
+
+namespace fusedopt {
+
+constexpr int64_t kHostTile = 64 * kScaleBlock;
+
+template <class S>
+constexpr Kernels make_kernels() {
+  using Rule = typename S::Rule;
+  return {
+      kHostTile,
+      sizeof(Ready<Rule>),
+      kHyperparameters<Rule>,
+      1 << 20,
+      [](const Advance& args, const uint64_t* words, void*) -> int {
+        for (int i = 0; i < args.count; ++i) advance_tensor<Rule>(args, words, i);
+        return 0;
+      },
+      [](const Update& args, void*) -> int {
+        for (int64_t i = args.first_tile; i < args.first_tile + args.num_tiles; ++i) {
+          const TensorRow& row = args.rows[args.tiles[i]];
+          const auto& ready = static_cast<const Ready<Rule>*>(args.ready)[args.tiles[i]];
+          if (!ready.grad) continue;
+          const int64_t begin = (i - row.first_tile) * kHostTile;
+          for (int64_t offset = begin; offset < begin + kHostTile; offset += kScaleBlock) {
+            if (offset >= row.numel) break;
+            update_tile<S, kScaleBlock>(row, ready, offset, kScaleBlock, offset);
+          }
+        }
+        return 0;
+      },
+  };
+}
+
+}  // namespace fusedopt

@@ -1,0 +1,500 @@
+// The loop over memory: a slice of a tensor is loaded, updated and stored. A CUDA thread and a CPU
+// thread run the same function on slices of different lengths. Every <<<>>> is here. Knows no
+// hyperparameter and no dtype: those come as the rule and the streams of a Signature.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "fusedopt.h"
+#include "precision.cuh"
+
+namespace fusedopt {
+
+struct None {  // no master
+  using Storage = uint8_t;
+  static constexpr bool kBlockScaled = false;
+};
+
+// What one binary is compiled for. Master is None, Split<> or the code of a master kept apart; States
+// are codes, in the order of the rule's roles.
+template <class R, class P, class G, class M, bool kStochastic, class... States>
+struct Signature {
+  using Rule = R;
+  using Param = P;
+  using Grad = G;
+  using Master = M;
+  static constexpr bool kStochasticParam = kStochastic;
+  static constexpr int kStates = sizeof...(States);
+};
+
+// ---- advance: step counters, skipping, everything constant over a tensor ------------------------
+
+// What `update` needs of one tensor in one step. A null gradient means: leave the tensor alone.
+template <class Rule>
+struct Ready {
+  const void* grad;
+  float grad_factor;  // unscales and negates
+  uint32_t key;       // of this step's random bits
+  Rule rule;
+};
+
+template <class Rule>
+constexpr int kHyperparameters = sizeof(typename Rule::Hyperparameters) / sizeof(double);
+
+// The values of one group, from the words of an Advance; pointers among them are followed.
+template <class Rule>
+FUSEDOPT_HD typename Rule::Hyperparameters read_group(const uint64_t* words) {
+  const uint32_t pointers = static_cast<uint32_t>(words[0]);
+  const uint32_t doubles = static_cast<uint32_t>(words[0] >> 32);
+  double values[kHyperparameters<Rule>];
+  FUSEDOPT_UNROLL
+  for (int i = 0; i < kHyperparameters<Rule>; ++i) {
+    const uint64_t word = words[1 + i];
+    if (!(pointers >> i & 1)) {
+      memcpy(&values[i], &word, sizeof word);
+    } else if (doubles >> i & 1) {
+      values[i] = *reinterpret_cast<const double*>(word);
+    } else {
+      values[i] = static_cast<double>(*reinterpret_cast<const float*>(word));
+    }
+  }
+  typename Rule::Hyperparameters group;
+  memcpy(&group, values, sizeof group);
+  return group;
+}
+
+template <class Rule>
+FUSEDOPT_HD void advance_tensor(const Advance& args, const uint64_t* words, int index) {
+  constexpr int kGroupWords = 1 + kHyperparameters<Rule>;
+  const uint64_t* grads = words + args.groups * kGroupWords;
+  const uint64_t group_pair = grads[args.count + index / 2];
+  const uint32_t group_index = static_cast<uint32_t>(group_pair >> 32 * (index % 2));
+
+  const TensorRow& row = args.rows[args.first + index];
+  Ready<Rule> ready = {};
+  const bool skip = args.found_inf && *args.found_inf != 0;
+  ready.grad = skip ? nullptr : reinterpret_cast<const void*>(grads[index]);
+  if (ready.grad) {
+    const auto group = read_group<Rule>(words + group_index * kGroupWords);
+    const float factor = args.grad_scale ? 1 / *args.grad_scale : 1;
+    const float step = *row.step + 1;
+    *row.step = step;
+    ready.grad_factor = group.maximize != 0 ? -factor : factor;
+    ready.key = step_key(args.seed, step);
+    ready.rule.begin_step(group, static_cast<double>(step));
+    if (row.fp8_scale) {  // delayed scaling: this step's scale comes from the last step's amax
+      if (row.fp8_largest > 0 && *row.fp8_amax > 0) {
+        *row.fp8_scale = row.fp8_largest / *row.fp8_amax;
+        *row.fp8_amax = 0;
+      }
+      *row.fp8_scale_inv = 1 / *row.fp8_scale;
+    }
+  }
+  static_cast<Ready<Rule>*>(args.ready)[args.first + index] = ready;
+}
+
+// ---- memory: N elements of a tensor, in registers or on a CPU thread's stack ----------------------
+
+// Elements [offset, offset + count) of a tensor; count may be less than N, also 0 or negative.
+struct Span {
+  int64_t offset;
+  int64_t count;
+};
+
+#if defined(__CUDACC__)
+template <int kBytes>
+struct Piece {
+  using Type = uint4;
+};
+template <>
+struct Piece<8> {
+  using Type = uint2;
+};
+template <>
+struct Piece<4> {
+  using Type = uint32_t;
+};
+#endif
+
+template <bool kWhole, class T, int N>
+FUSEDOPT_HD void load(const void* base, Span span, T (&out)[N]) {
+  const T* source = static_cast<const T*>(base) + span.offset;
+  if constexpr (kWhole) {
+#ifdef __CUDA_ARCH__
+    using P = typename Piece<sizeof out>::Type;
+    FUSEDOPT_UNROLL
+    for (int i = 0; i < static_cast<int>(sizeof out / sizeof(P)); ++i) {
+      const P piece = __ldcs(reinterpret_cast<const P*>(source) + i);
+      memcpy(reinterpret_cast<char*>(out) + i * sizeof(P), &piece, sizeof piece);
+    }
+#else
+    memcpy(out, source, sizeof out);
+#endif
+  } else {
+    FUSEDOPT_UNROLL
+    for (int i = 0; i < N; ++i) out[i] = i < span.count ? source[i] : T{};
+  }
+}
+
+template <bool kWhole, class T, int N>
+FUSEDOPT_HD void store(void* base, Span span, const T (&in)[N]) {
+  T* target = static_cast<T*>(base) + span.offset;
+  if constexpr (kWhole) {
+#ifdef __CUDA_ARCH__
+    using P = typename Piece<sizeof in>::Type;
+    FUSEDOPT_UNROLL
+    for (int i = 0; i < static_cast<int>(sizeof in / sizeof(P)); ++i) {
+      P piece;
+      memcpy(&piece, reinterpret_cast<const char*>(in) + i * sizeof(P), sizeof piece);
+      __stcs(reinterpret_cast<P*>(target) + i, piece);
+    }
+#else
+    memcpy(target, in, sizeof in);
+#endif
+  } else {
+    FUSEDOPT_UNROLL
+    for (int i = 0; i < N; ++i) {
+      if (i < span.count) target[i] = in[i];
+    }
+  }
+}
+
+// The threads that hold one block of kScaleBlock elements together, N each.
+template <int N>
+struct Lanes {
+  static constexpr int kCount = kScaleBlock / N;
+
+  static FUSEDOPT_HD uint32_t largest(uint32_t x) {
+#ifdef __CUDA_ARCH__
+    static_assert(kCount == 32, "one warp holds one block");
+#if __CUDA_ARCH__ >= 800
+    return __reduce_max_sync(0xffffffffu, x);
+#else
+    for (int distance = kCount / 2; distance > 0; distance /= 2) {
+      x = max(x, __shfl_xor_sync(0xffffffffu, x, distance));
+    }
+    return x;
+#endif
+#else
+    static_assert(kCount == 1, "one CPU thread holds one block");
+    return x;
+#endif
+  }
+
+  static FUSEDOPT_HD bool is_first() {
+#ifdef __CUDA_ARCH__
+    return threadIdx.x % kCount == 0;
+#else
+    return true;
+#endif
+  }
+
+  static FUSEDOPT_HD void raise(float* target, uint32_t bits) {  // *target = max, both not negative
+    auto* current = reinterpret_cast<uint32_t*>(target);
+#ifdef __CUDA_ARCH__
+    if (*static_cast<volatile uint32_t*>(current) < bits) atomicMax(current, bits);
+#else
+    uint32_t seen = __atomic_load_n(current, __ATOMIC_RELAXED);
+    while (seen < bits && !__atomic_compare_exchange_n(current, &seen, bits, true, __ATOMIC_RELAXED,
+                                                       __ATOMIC_RELAXED)) {
+    }
+#endif
+  }
+};
+
+template <int N>
+FUSEDOPT_HD uint32_t largest_finite(const float (&values)[N]) {
+  uint32_t largest = 0;
+  FUSEDOPT_UNROLL
+  for (int i = 0; i < N; ++i) {
+    const uint32_t bits = float_bits(values[i]) & 0x7fffffffu;
+    const uint32_t finite = bits < 0x7f800000u ? bits : 0;
+    largest = largest > finite ? largest : finite;
+  }
+  return Lanes<N>::largest(largest);
+}
+
+// ---- slices: N elements of one stream ---------------------------------------------------------------
+
+template <class Stream, int N>
+struct Slice {
+  typename Stream::Storage raw[N];
+  float scale;
+
+  template <bool kWhole>
+  FUSEDOPT_HD void load(const void* base, const float* scales, Span span) {
+    if constexpr (Stream::kBlockScaled) {
+      scale = kWhole || span.count > 0 ? scales[span.offset / kScaleBlock] : 1;
+    }
+    fusedopt::load<kWhole>(base, span, raw);
+  }
+
+  FUSEDOPT_HD void read(float (&values)[N]) const {
+    FUSEDOPT_UNROLL
+    for (int i = 0; i < N; ++i) values[i] = Stream::decode(raw[i], scale);
+  }
+
+  template <bool kWhole>
+  FUSEDOPT_HD void write(void* base, float* scales, Span span, float (&values)[N], Random random) {
+    float inverse = 1;
+    FUSEDOPT_UNROLL
+    for (int i = 0; i < N; ++i) values[i] = Stream::prepare(values[i]);
+    if constexpr (Stream::kBlockScaled) {
+      scale = block_scale<typename Stream::Code>(largest_finite(values));
+      inverse = Approximate::divide(1, scale);
+      if (Lanes<N>::is_first() && (kWhole || span.count > 0)) {
+        scales[span.offset / kScaleBlock] = scale;
+      }
+    }
+    FUSEDOPT_UNROLL
+    for (int i = 0; i < N; ++i) raw[i] = Stream::encode(values[i], inverse, random(i));
+    store<kWhole>(base, span, raw);
+  }
+};
+
+// The states of a rule, one slice each; state n draws random stream n.
+template <int N, int kIndex, class Rule, class... Codes>
+struct States {
+  template <bool kWhole>
+  FUSEDOPT_HD void load(const TensorRow&, Span) {}
+  FUSEDOPT_HD void read(float (&)[kMaxStates][N]) const {}
+  template <bool kWhole>
+  FUSEDOPT_HD void write(const TensorRow&, Span, float (&)[kMaxStates][N], uint32_t) {}
+};
+
+template <int N, int kIndex, class Rule, class Code, class... Codes>
+struct States<N, kIndex, Rule, Code, Codes...> {
+  Slice<Stream<Code, Rule::kRoles[kIndex]>, N> first;
+  States<N, kIndex + 1, Rule, Codes...> rest;
+
+  template <bool kWhole>
+  FUSEDOPT_HD void load(const TensorRow& row, Span span) {
+    first.template load<kWhole>(row.states[kIndex], row.state_scales[kIndex], span);
+    rest.template load<kWhole>(row, span);
+  }
+  FUSEDOPT_HD void read(float (&values)[kMaxStates][N]) const {
+    first.read(values[kIndex]);
+    rest.read(values);
+  }
+  template <bool kWhole>
+  FUSEDOPT_HD void write(const TensorRow& row, Span span, float (&values)[kMaxStates][N],
+                         uint32_t key) {
+    first.template write<kWhole>(row.states[kIndex], row.state_scales[kIndex], span, values[kIndex],
+                                 Random(key, kIndex, span.offset));
+    rest.template write<kWhole>(row, span, values, key);
+  }
+};
+
+// The weight that a rule updates: the parameter and its master, in their three relations.
+constexpr int kWeightStream = kMaxStates;  // its random stream
+
+template <class P, bool kStochastic, class Master, int N>  // a master kept apart; P is only written
+struct Weight {
+  Slice<Stream<Master, Role::kMoment>, N> master;
+
+  template <bool kWhole>
+  FUSEDOPT_HD void load(const TensorRow& row, Span span) {
+    master.template load<kWhole>(row.master, row.master_scale, span);
+  }
+  FUSEDOPT_HD void read(float (&values)[N]) const { master.read(values); }
+  template <bool kWhole>
+  FUSEDOPT_HD void write(const TensorRow& row, Span span, float (&values)[N], uint32_t key) {
+    typename P::Storage raw[N];
+    float scale = 1;
+    if constexpr (sizeof(typename P::Storage) == 1) {  // fp8: one delayed scale per tensor
+      scale = *row.fp8_scale;
+      const uint32_t amax = largest_finite(values);
+      if (Lanes<N>::is_first()) Lanes<N>::raise(row.fp8_amax, amax);
+    }
+    FUSEDOPT_UNROLL
+    for (int i = 0; i < N; ++i) raw[i] = P::nearest(values[i] * scale);
+    store<kWhole>(row.param, span, raw);
+    master.template write<kWhole>(row.master, row.master_scale, span, values,
+                                  Random(key, kWeightStream, span.offset));
+  }
+};
+
+template <class P, bool kStochastic, int N>
+struct Weight<P, kStochastic, None, N> {
+  typename P::Storage raw[N];
+
+  template <bool kWhole>
+  FUSEDOPT_HD void load(const TensorRow& row, Span span) {
+    fusedopt::load<kWhole>(row.param, span, raw);
+  }
+  FUSEDOPT_HD void read(float (&values)[N]) const {
+    FUSEDOPT_UNROLL
+    for (int i = 0; i < N; ++i) values[i] = P::decode(raw[i]);
+  }
+  template <bool kWhole>
+  FUSEDOPT_HD void write(const TensorRow& row, Span span, float (&values)[N], uint32_t key) {
+    const Random random(key, kWeightStream, span.offset);
+    FUSEDOPT_UNROLL
+    for (int i = 0; i < N; ++i) {
+      if constexpr (kStochastic) {
+        raw[i] = P::stochastic(values[i], random(i));
+      } else {
+        raw[i] = P::nearest(values[i]);
+      }
+    }
+    store<kWhole>(row.param, span, raw);
+  }
+};
+
+template <class P, bool kStochastic, class R, int N>
+struct Weight<P, kStochastic, Split<R>, N> {
+  uint16_t half[N];
+  R remainder[N];
+
+  template <bool kWhole>
+  FUSEDOPT_HD void load(const TensorRow& row, Span span) {
+    fusedopt::load<kWhole>(row.param, span, half);
+    fusedopt::load<kWhole>(row.master, span, remainder);
+  }
+  FUSEDOPT_HD void read(float (&values)[N]) const {
+    FUSEDOPT_UNROLL
+    for (int i = 0; i < N; ++i) values[i] = Split<R>::join(half[i], remainder[i]);
+  }
+  template <bool kWhole>
+  FUSEDOPT_HD void write(const TensorRow& row, Span span, float (&values)[N], uint32_t key) {
+    const Random random(key, kWeightStream, span.offset);
+    FUSEDOPT_UNROLL
+    for (int i = 0; i < N; ++i) Split<R>::split(values[i], random(i), half[i], remainder[i]);
+    store<kWhole>(row.param, span, half);
+    store<kWhole>(row.master, span, remainder);
+  }
+};
+
+// ---- update -------------------------------------------------------------------------------------------
+
+template <class... Streams>
+constexpr size_t widest() {
+  size_t bytes = 0;
+  ((bytes = sizeof(typename Streams::Storage) > bytes ? sizeof(typename Streams::Storage) : bytes),
+   ...);
+  return bytes;
+}
+
+// How a signature is laid over threads (measured): 16-byte accesses of the widest stream, except that
+// a block of kScaleBlock elements must be one warp's.
+template <class S>
+struct Layout;
+
+template <class R, class P, class G, class M, bool kStochastic, class... Codes>
+struct Layout<Signature<R, P, G, M, kStochastic, Codes...>> {
+  static constexpr bool kBlockScaled = (Codes::kBlockScaled || ...) || M::kBlockScaled ||
+                                       sizeof(typename P::Storage) == 1;
+  static constexpr size_t kWidest = widest<P, G, M, Codes...>();
+  static constexpr int kElements = kBlockScaled || kWidest < sizeof(float) ? 8 : 4;
+  static constexpr int kThreads = 256;
+  template <int N>
+  using WeightOf = Weight<P, kStochastic, M, N>;
+  template <int N>
+  using StatesOf = States<N, 0, R, Codes...>;
+};
+
+template <class S, int N, bool kWhole>
+FUSEDOPT_HD void update_slice(const TensorRow& row, const Ready<typename S::Rule>& ready, Span span) {
+  using Math = std::conditional_t<Layout<S>::kBlockScaled, Approximate, Exact>;
+  using Grad = typename S::Grad;
+  typename Layout<S>::template WeightOf<N> weight;
+  typename Grad::Storage raw_grad[N];
+  typename Layout<S>::template StatesOf<N> states;
+  weight.template load<kWhole>(row, span);
+  load<kWhole>(ready.grad, span, raw_grad);
+  states.template load<kWhole>(row, span);
+
+  float values[N];
+  float state[kMaxStates][N] = {};
+  weight.read(values);
+  states.read(state);
+  FUSEDOPT_UNROLL
+  for (int i = 0; i < N; ++i) {
+    float own[kMaxStates] = {state[0][i], state[1][i], state[2][i]};
+    const float grad = Grad::decode(raw_grad[i]) * ready.grad_factor;
+    ready.rule.template apply<Math, S::kStates>(values[i], grad, own);
+    for (int n = 0; n < S::kStates; ++n) state[n][i] = own[n];
+  }
+  states.template write<kWhole>(row, span, state, ready.key);
+  weight.template write<kWhole>(row, span, values, ready.key);
+}
+
+// One tile: the elements [begin, begin + kTile) of a tensor, of which this thread does N.
+template <class S, int N>
+FUSEDOPT_HD void update_tile(const TensorRow& row, const Ready<typename S::Rule>& ready,
+                             int64_t begin, int64_t tile, int64_t offset) {
+  const bool whole = row.aligned && reinterpret_cast<uintptr_t>(ready.grad) % 16 == 0 &&
+                     begin + tile <= row.numel;
+  const Span span = {offset, row.numel - offset};
+  if (whole) {
+    update_slice<S, N, true>(row, ready, span);
+  } else {
+    update_slice<S, N, false>(row, ready, span);
+  }
+}
+
+#if defined(__CUDACC__)
+
+template <int kWords>
+struct Words {
+  uint64_t words[kWords];
+};
+
+constexpr int kFewWords = 480, kManyWords = 3900;  // kernel parameters end at 4 KiB, or 32764 bytes
+static_assert(sizeof(Advance) + sizeof(Words<kFewWords>) <= 4096, "");
+static_assert(sizeof(Advance) + sizeof(Words<kManyWords>) <= 32764, "");
+
+template <class Rule, int kWords>
+__global__ void __launch_bounds__(128)
+    advance_kernel(const __grid_constant__ Advance args, const __grid_constant__ Words<kWords> list) {
+  const int index = blockIdx.x * blockDim.x + threadIdx.x;
+  if (index < args.count) advance_tensor<Rule>(args, list.words, index);
+}
+
+template <class S>
+__global__ void __launch_bounds__(Layout<S>::kThreads) update_kernel(const Update args) {
+  using Rule = typename S::Rule;
+  constexpr int64_t kTile = Layout<S>::kThreads * Layout<S>::kElements;
+  const int tensor = args.tiles[blockIdx.x];
+  const auto& ready = static_cast<const Ready<Rule>*>(args.ready)[tensor];
+  const TensorRow& row = args.rows[tensor];
+  if (!ready.grad) return;
+  const int64_t begin = (static_cast<int64_t>(blockIdx.x) - row.first_tile) * kTile;
+  update_tile<S, Layout<S>::kElements>(row, ready, begin, kTile,
+                                       begin + threadIdx.x * Layout<S>::kElements);
+}
+
+template <class Rule, int kWords>
+void launch_advance(const Advance& args, const uint64_t* words, cudaStream_t stream) {
+  Words<kWords> list;
+  memcpy(list.words, words, args.num_words * sizeof(uint64_t));
+  advance_kernel<Rule, kWords><<<(args.count + 127) / 128, 128, 0, stream>>>(args, list);
+}
+
+template <class S>
+constexpr Kernels make_kernels() {
+  using Rule = typename S::Rule;
+  return {
+      Layout<S>::kThreads * Layout<S>::kElements,
+      sizeof(Ready<Rule>),
+      kHyperparameters<Rule>,
+      kManyWords,
+      [](const Advance& args, const uint64_t* words, void* stream) -> int {
+        const auto launch = args.num_words <= kFewWords ? &launch_advance<Rule, kFewWords>
+                                                        : &launch_advance<Rule, kManyWords>;
+        launch(args, words, static_cast<cudaStream_t>(stream));
+        return cudaGetLastError();
+      },
+      [](const Update& args, void* stream) -> int {
+        update_kernel<S><<<static_cast<unsigned>(args.num_tiles), Layout<S>::kThreads, 0,
+                           static_cast<cudaStream_t>(stream)>>>(args);
+        return cudaGetLastError();
+      },
+  };
+}
+
+#endif
+
+}  // namespace fusedopt

@@ -1,0 +1,53 @@
+// The algorithms: one plain struct each, fp32, one element at a time. A rule sees no index, no
+// pointer and no dtype. `begin_step` derives in double what is constant over a tensor.
+#pragma once
+
+#include <cmath>
+
+#include "precision.cuh"
+
+namespace fusedopt {
+
+// Adam (Kingma & Ba, 2015); decoupled weight decay (Loshchilov & Hutter, 2019); a third state makes
+// it AMSGrad (Reddi et al., 2018).
+struct Adam {
+  struct Hyperparameters {
+    double maximize, lr, beta1, beta2, eps, weight_decay, bias_correction, adam_w_mode;
+  };
+  static constexpr Role kRoles[] = {Role::kMoment, Role::kSecondMoment, Role::kMaximum};
+
+  float step_size, decay, l2, lerp_weight, beta2, one_minus_beta2, inv_sqrt_correction2, eps;
+  bool lerp_from_grad;
+
+  FUSEDOPT_HD void begin_step(const Hyperparameters& group, double step) {
+    const bool correct = group.bias_correction != 0;
+    const double correction1 = correct ? 1 - pow(group.beta1, step) : 1;
+    const double correction2 = correct ? 1 - pow(group.beta2, step) : 1;
+    const bool decoupled = group.adam_w_mode != 0;
+    step_size = static_cast<float>(group.lr / correction1);
+    decay = static_cast<float>(decoupled ? group.lr * group.weight_decay : 0);
+    l2 = static_cast<float>(decoupled ? 0 : group.weight_decay);
+    lerp_from_grad = group.beta1 < 0.5;  // as torch.lerp: start from the nearer end
+    lerp_weight = static_cast<float>(lerp_from_grad ? -group.beta1 : 1 - group.beta1);
+    beta2 = static_cast<float>(group.beta2);
+    one_minus_beta2 = static_cast<float>(1 - group.beta2);
+    inv_sqrt_correction2 = static_cast<float>(1 / sqrt(correction2));
+    eps = static_cast<float>(group.eps);
+  }
+
+  template <class Math, int kStates>
+  FUSEDOPT_HD void apply(float& param, float grad, float (&state)[kMaxStates]) const {
+    float& exp_avg = state[0];
+    float& exp_avg_sq = state[1];
+    param = decay == 0 ? param : param - decay * param;  // 0 * inf would be nan
+    grad = l2 == 0 ? grad : grad + l2 * param;
+    exp_avg = (lerp_from_grad ? grad : exp_avg) + lerp_weight * (grad - exp_avg);
+    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * grad * grad;
+    float second = exp_avg_sq;
+    if constexpr (kStates == 3) second = state[2] = larger_or_nan(state[2], exp_avg_sq);
+    const float denominator = Math::sqrt(second) * inv_sqrt_correction2 + eps;
+    param = param - Math::divide(step_size * exp_avg, denominator);
+  }
+};
+
+}  // namespace fusedopt

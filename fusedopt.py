@@ -1,0 +1,1439 @@
+"""Fused optimizers in one file: copy it, and `cuda/` beside it, into a project.
+
+    from fusedopt import FusedAdam
+
+    optimizer = FusedAdam(model.parameters(), lr=3e-4, exp_avg_dtype="fp8", exp_avg_sq_dtype="fp8")
+
+How one step runs:
+
+    optimizer.step()           fusedopt.py             find the plan, or make it: states, kernels
+      plan.gather(), .launch() cuda/bindings.cpp       read each p.grad and each group's values
+        advance<<<>>>          cuda/multi_tensor.cuh   step counters, found_inf, bias corrections
+        update<<<>>>           cuda/multi_tensor.cuh   tile -> slice of a tensor; load, update, store
+          Adam::apply()        cuda/update_rules.cuh   the algorithm, one element
+    back: parameters and states changed in place; step() returns the closure's loss
+
+Without a compiler, or on other devices, the same step runs as plain PyTorch operations.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import logging
+import math
+import os
+import platform
+import re
+import shlex
+import shutil
+import stat
+import struct
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum, auto
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+__all__ = ["BuildError", "FusedAdam", "FusedOptWarning"]
+
+# ==================================================================================================
+# Building the extension
+# ==================================================================================================
+
+_log = logging.getLogger("fusedopt")
+_lock = threading.Lock()
+_loaded: dict[_Binary, Future[ModuleType | ctypes.CDLL]] = {}
+_warned: set[str] = set()
+
+# What compilers print when they fail, and what to do about it; the first match is shown.
+_FIXES = (
+    (r"unsupported (GNU|clang) version", "set CXX and CC to an older g++ and gcc"),
+    (r"Unsupported gpu architecture", "set TORCH_CUDA_ARCH_LIST to architectures this nvcc knows"),
+    (r"No space left|Disk quota", "free disk space, or point FUSEDOPT_CACHE_DIR elsewhere"),
+    (r"Killed|out of memory", "the compiler ran out of memory: build on a machine with more"),
+    (r"No such file or directory", "a header is missing: reinstall torch or the CUDA toolkit"),
+)
+
+
+class FusedOptWarning(UserWarning):
+    """A slower path, or another directory than the one asked for, is used; the text says why."""
+
+
+class BuildError(RuntimeError):
+    """A kernel or the bindings could not be built or loaded; the text says why and what to do."""
+
+
+def _warn_once(text: str) -> None:
+    with _lock:
+        new = text not in _warned
+        _warned.add(text)
+    if new:
+        warnings.warn(text, FusedOptWarning, stacklevel=3)
+
+
+def _backend_for(device_type: str) -> str:
+    """Say what updates tensors on ``device_type``: "cuda", "cpu", or "torch" (no kernels)."""
+    forced = os.environ.get("FUSEDOPT_BACKEND", "")
+    if forced not in ("", "cuda", "cpu", "torch"):
+        raise ValueError(f"FUSEDOPT_BACKEND must be cuda, cpu or torch, got {forced!r}")
+    if forced == "torch":
+        return "torch"
+    if forced and forced != device_type:
+        raise RuntimeError(
+            f"FUSEDOPT_BACKEND={forced} cannot update tensors on device type {device_type!r}; "
+            "unset it or set it to torch"
+        )
+    if device_type not in ("cuda", "cpu"):
+        _warn_once(
+            f"fusedopt has kernels for cuda and cpu tensors; {device_type} tensors are updated by "
+            "plain PyTorch operations (FUSEDOPT_BACKEND=torch silences this)"
+        )
+        return "torch"
+    reason = _missing(device_type)
+    # Without tools, what has been built already still loads.
+    if reason and not (_source_dir() and _Binary.of_bindings(device_type).find()):
+        if forced:
+            raise BuildError(f"FUSEDOPT_BACKEND={forced} is not possible: {reason}")
+        _warn_once(
+            f"fusedopt updates {device_type} tensors by plain PyTorch operations, which is slower: "
+            f"{reason} (FUSEDOPT_BACKEND=torch silences this)"
+        )
+        return "torch"
+    return device_type
+
+
+def _missing(backend: str) -> str:
+    """Name what is missing to build for ``backend``, each with its fix; empty if nothing is."""
+    found = []
+    if not sys.platform.startswith("linux"):
+        found.append("kernels are built on Linux only")
+    if _source_dir() is None:
+        folder = Path(__file__).parent
+        found.append(f"no sources: copy the folder cuda/ of fusedopt into {folder}")
+    compiler = os.environ.get("CXX", "c++")
+    if shutil.which(compiler) is None:
+        found.append(f"no C++ compiler ({compiler}): `apt install g++` or set CXX")
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        found.append("no Python.h: `apt install python3-dev`")
+    if shutil.which("ninja") is None:
+        beside = Path(sys.executable).with_name("ninja")
+        fix = f"put {beside.parent} on PATH" if beside.exists() else "`pip install ninja`"
+        found.append(f"no ninja on PATH: {fix}")
+    if backend == "cuda" and torch.version.cuda is None:
+        found.append(f"torch {torch.__version__} is built without CUDA")
+    elif backend == "cuda" and _find_cuda_home() is None:
+        looked = "; ".join(_search_cuda_home()[1])
+        fix = '`pip install "fusedopt[nvcc]"` or set CUDA_HOME'
+        found.append(f"no CUDA {torch.version.cuda} compiler: {fix} (looked at: {looked})")
+    return ", ".join(found)
+
+
+def _find_cuda_home() -> Path | None:
+    """Return the CUDA toolkit that fits torch, or None."""
+    return _search_cuda_home()[0]
+
+
+@functools.cache
+def _search_cuda_home() -> tuple[Path | None, tuple[str, ...]]:
+    """Return the toolkit that fits torch, and each place rejected before it with the reason."""
+    rejected: dict[str, str] = {}
+    for origin, home in _cuda_candidates():
+        if str(home) not in rejected:
+            reason = _reject_cuda_home(home)
+            if not reason:
+                return home, tuple(rejected.values())
+            rejected[str(home)] = f"{origin} {home}: {reason}"
+    return None, tuple(rejected.values())
+
+
+def _cuda_candidates() -> Iterator[tuple[str, Path]]:
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        if value := os.environ.get(variable):
+            yield f"${variable}", Path(value)
+    if nvcc := shutil.which("nvcc"):
+        # nvcc may be a link or a script that starts the real one; only that one knows where it is.
+        answer = _output_of(nvcc, "--dryrun", "x.cu")
+        if here := re.search(r"^#\$ _HERE_=(.+)$", answer, re.MULTILINE):
+            yield "nvcc on PATH,", Path(here[1]).resolve().parent
+        yield "nvcc on PATH,", Path(nvcc).resolve().parents[1]
+        yield "nvcc on PATH,", Path(nvcc).parents[1]
+    major = (torch.version.cuda or "").split(".")[0]
+    yield "pip's", Path(torch.__file__).parents[1] / "nvidia" / f"cu{major}"
+    for home in [Path("/usr/local/cuda"), *sorted(Path("/usr/local").glob("cuda-*"), reverse=True)]:
+        yield "system's", home
+    yield "system's", Path("/opt/cuda")
+
+
+def _reject_cuda_home(home: Path) -> str:
+    """Say why ``home`` is no toolkit for this torch; empty if it is one."""
+    nvcc = home / "bin" / "nvcc"
+    if not home.is_dir():
+        return "does not exist"
+    if not nvcc.is_file():
+        return "no bin/nvcc"
+    if _cuda_dir(home, "include", "cuda_runtime.h") is None:
+        return "no include/cuda_runtime.h"
+    release = re.search(r"release (\d+)\.\d+", _output_of(str(nvcc), "--version"))
+    if release is None:
+        return "bin/nvcc does not run"
+    if release[1] != (torch.version.cuda or "").split(".")[0]:
+        return f"is CUDA {release[0].split()[1]}, torch needs {torch.version.cuda}"
+    return ""
+
+
+def _cuda_dir(home: Path, kind: str, pattern: str) -> Path | None:
+    """Find the toolkit's ``include`` or ``lib`` folder; conda keeps it under ``targets``."""
+    for folder in [home / kind, home / f"{kind}64", *home.glob(f"targets/*/{kind}")]:
+        if any(folder.glob(pattern)):
+            return folder
+    return None
+
+
+def _output_of(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, errors="replace")
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout + done.stderr
+
+
+def _source_dir() -> Path | None:
+    """Return the folder of the native sources; a folder cuda/ may also be NVIDIA's package."""
+    for parent in dict.fromkeys((Path(__file__).parent, Path(__file__).resolve().parent)):
+        for name in ("cuda", "fusedopt_cuda"):
+            if (parent / name / "fusedopt.h").is_file():
+                return parent / name
+    return None
+
+
+def _cuda_archs() -> tuple[str, ...]:
+    """Return what kernels are compiled for, as in "90" or "100+PTX"."""
+    if listed := os.environ.get("TORCH_CUDA_ARCH_LIST"):
+        names = listed.replace(";", " ").split()
+        if wrong := [n for n in names if not re.fullmatch(r"\d+\.\d[a-z]?(\+PTX)?", n)]:
+            raise BuildError(
+                f"TORCH_CUDA_ARCH_LIST={listed}: {wrong[0]!r} is not like 9.0 or 9.0+PTX"
+            )
+        return tuple(sorted({name.replace(".", "") for name in names}))
+    if not torch.cuda.is_available():
+        raise BuildError(
+            "no GPU is visible, so the architecture to compile for is unknown; "
+            "set TORCH_CUDA_ARCH_LIST, for example to 9.0"
+        )
+    devices = range(torch.cuda.device_count())
+    return tuple(sorted({"{}{}".format(*torch.cuda.get_device_capability(i)) for i in devices}))
+
+
+@functools.cache
+def _cpu_identity() -> str:
+    """Return what ``-march=native`` depends on."""
+    try:
+        first = Path("/proc/cpuinfo").read_text(errors="replace").split("\n\n")[0]
+    except OSError:
+        return platform.processor() or platform.machine()
+    keep = ("model name", "flags", "Features", "CPU implementer", "CPU part")
+    return "\n".join(line for line in first.splitlines() if line.startswith(keep))
+
+
+def _cache_dir() -> Path:
+    if chosen := os.environ.get("FUSEDOPT_CACHE_DIR"):
+        return Path(os.path.abspath(os.path.expanduser(chosen)))
+    if chosen := os.environ.get("TORCH_EXTENSIONS_DIR"):
+        return Path(os.path.abspath(chosen), "fusedopt")
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "fusedopt")
+
+
+def _fallback_dir() -> Path:
+    return Path(tempfile.gettempdir(), f"fusedopt-{os.getuid()}")
+
+
+def _is_ours(folder: Path) -> bool:
+    """Say whether only we can have put binaries into ``folder``, which lies in a shared place."""
+    try:
+        info = os.lstat(folder)
+    except OSError:
+        return False
+    return stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid() and not info.st_mode & 0o022
+
+
+def _writable_cache() -> Path:
+    reasons = []
+    for folder in (_cache_dir(), _fallback_dir()):
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            reasons.append(f"{folder}: {error.strerror}")
+            continue
+        if not reasons:
+            return folder
+        if _is_ours(folder):
+            _warn_once(f"fusedopt cannot write its cache ({reasons[0]}); it uses {folder}")
+            return folder
+        reasons.append(f"{folder}: belongs to somebody else")
+    raise BuildError(
+        f"no directory to build in ({'; '.join(reasons)}); set FUSEDOPT_CACHE_DIR to a writable one"
+    )
+
+
+@contextmanager
+def _file_lock(path: Path) -> Iterator[None]:
+    """Let one process or thread in. The lock dies with its process, so none can be stale."""
+    import fcntl
+
+    with open(path, "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _log.info("waiting for another build (%s)", path)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:  # No locks on this file system: at worst the same thing is built twice.
+            _log.info("no file locks in %s", path.parent)
+        yield
+
+
+@contextmanager
+def _plain_names(*paths: Path) -> Iterator[list[str]]:
+    """Give ``paths`` names that need no quotes: torch's build file and nvcc do not quote all."""
+    plain = re.compile(r"[A-Za-z0-9_./+@-]+")
+    if all(plain.fullmatch(str(path)) for path in paths):
+        yield [str(path) for path in paths]
+        return
+    roots = [tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm"]
+    usable = (root for root in roots if plain.fullmatch(root) and os.access(root, os.W_OK))
+    with tempfile.TemporaryDirectory(prefix="fusedopt-", dir=next(usable, None)) as links:
+        names = [os.path.join(links, str(i)) for i in range(len(paths))]
+        for path, name in zip(paths, names, strict=True):
+            os.symlink(path, name)
+        yield names
+
+
+def _is_whole(path: Path) -> bool:
+    """Say whether an ELF file reaches to its end; loading a truncated one can kill the process."""
+    with open(path, "rb") as file:
+        head = file.read(64)
+    if len(head) < 64 or head[:4] != b"\x7fELF":
+        return False
+    (table,) = struct.unpack_from("<Q", head, 40)
+    entry_size, entries = struct.unpack_from("<HH", head, 58)
+    return bool(table + entry_size * entries <= path.stat().st_size)
+
+
+def _torch_builder() -> Any:
+    """Return a private copy of ``torch.utils.cpp_extension``.
+
+    Its CUDA_HOME is a guess that has to be corrected, its memory of names makes a load() after a
+    failed one skip the compiler, and neither may be changed under somebody else's build.
+    """
+    spec = importlib.util.find_spec("torch.utils.cpp_extension")
+    assert spec is not None
+    name = "torch.utils.cpp_extension_of_fusedopt"
+    if not _verbose():
+        logging.getLogger(name).setLevel(logging.ERROR)
+    copy = importlib.util.spec_from_file_location(name, spec.origin)
+    assert copy is not None
+    assert copy.loader is not None
+    module = importlib.util.module_from_spec(copy)
+    copy.loader.exec_module(module)
+    return module
+
+
+def _verbose() -> bool:
+    return os.environ.get("FUSEDOPT_VERBOSE", "0") not in ("", "0")
+
+
+@dataclass(frozen=True)
+class _Binary:
+    """One shared library: what it is made of, where it lies, how it is built and loaded."""
+
+    name: str
+    backend: str
+    sources: tuple[str, ...]
+    defines: tuple[str, ...]
+    python_module: bool
+
+    @classmethod
+    def of_bindings(cls, backend: str) -> _Binary:
+        return cls("bindings", backend, ("bindings.cpp",), (), True)
+
+    def _flags(self) -> list[str]:
+        if self.python_module:
+            flags = ["-O2", "-g0", "-fvisibility=hidden"]
+            flags += ["-DFUSEDOPT_CUDA=1"] if self.backend == "cuda" else []
+        elif self.backend == "cuda":
+            flags = ["-O3", "-lineinfo", "-std=c++17"]
+        else:
+            flags = ["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp"]
+        return flags + [shlex.quote(f"-D{define}") for define in self.defines]
+
+    def _archs(self) -> tuple[str, ...]:
+        return _cuda_archs() if self.backend == "cuda" and not self.python_module else ()
+
+    def _stem(self) -> str:
+        """Name the file by all that its content depends on, except architectures (see `find`).
+
+        The compiler's version is left out: a machine without one must find what was built.
+        """
+        folder = _source_dir()
+        assert folder is not None
+        flags = self._flags()
+        parts = [torch.__version__, str(torch.version.cuda), *flags, *self.sources]
+        parts.append(sysconfig.get_config_var("EXT_SUFFIX") or sys.version)
+        parts += [_cpu_identity()] if "-march=native" in flags else []
+        digest = hashlib.sha256("\0".join(parts).encode())
+        for path in sorted(folder.iterdir()):
+            if path.suffix in (".cu", ".cuh", ".h", ".cpp"):
+                content = path.read_bytes()
+                digest.update(f"\0{path.name}\0{len(content)}\0".encode() + content)
+        return f"fusedopt_{self.name}_{self.backend}_{digest.hexdigest()[:16]}"
+
+    def find(self) -> Path | None:
+        """Return the finished file if there is one, built for at least our architectures."""
+        folder, stem = _source_dir(), self._stem()
+        assert folder is not None
+        places = [folder / "prebuilt", _cache_dir()]
+        places += [_fallback_dir()] if _is_ours(_fallback_dir()) else []
+        for place in places:
+            for path in sorted(place.glob(f"{stem}*.so")):
+                built_for = path.name[len(stem) : -len(".so")].split(".")[1:]
+                if set(self._archs()) <= set(built_for) and _is_whole(path):
+                    return path
+        return None
+
+    def load(self) -> ModuleType | ctypes.CDLL:
+        if _source_dir() is None:
+            raise BuildError(_missing(self.backend))
+        path = self.find() or self._build()
+        try:
+            if not self.python_module:
+                return ctypes.CDLL(str(path))
+            spec = importlib.util.spec_from_file_location(path.stem, path)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            return module
+        except (ImportError, OSError) as error:
+            text = f"{path} does not load; delete it to build it anew: {error}"
+            raise BuildError(self._describe(text)) from error
+
+    def _build(self) -> Path:
+        if reason := _missing(self.backend):
+            raise BuildError(self._describe(f"cannot be built: {reason}"))
+        stem, cache = self._stem(), _writable_cache()
+        with _file_lock(cache / f"{stem}.lock"):
+            if path := self.find():  # Built by somebody else while we waited.
+                return path
+            for left_by_killed_build in cache.glob(f"{stem}.build-*"):
+                shutil.rmtree(left_by_killed_build, ignore_errors=True)
+            _log.info("compiling %s for %s in %s", self.name, self.backend, cache)
+            with tempfile.TemporaryDirectory(prefix=f"{stem}.build-", dir=cache) as work:
+                try:
+                    built = self._compile(stem, Path(work))
+                except Exception as error:
+                    log = cache / f"{stem}.log"
+                    log.write_text(str(error), errors="surrogateescape")
+                    raise BuildError(self._explain(str(error), log)) from error
+                if self._stem() != stem:
+                    raise BuildError(self._describe("changed while it was compiled; start again"))
+                path = cache / ".".join([stem, *self._archs(), "so"])
+                os.replace(built, path)
+        return path
+
+    def _compile(self, stem: str, work: Path) -> Path:
+        """Compile into ``work``; nothing else is touched."""
+        folder, home = _source_dir(), _find_cuda_home() if self.backend == "cuda" else None
+        assert folder is not None
+        flags, ldflags = self._flags(), ["-shared", "-Wl,--as-needed"]
+        by_nvcc = self.backend == "cuda" and not self.python_module
+        if self.python_module:
+            flags.append(f"-DTORCH_EXTENSION_NAME={stem}")
+            ldflags.append("-ltorch_python")
+        if "-fopenmp" in flags:
+            ldflags.append("-fopenmp")
+        if home is not None:
+            # pip's toolkit has libcudart.so.13 but not the name the linker looks for.
+            lib = _cuda_dir(home, "lib", "libcudart.so*")
+            if lib is None:
+                raise BuildError(f"no libcudart.so in {home}")
+            os.symlink(min(lib.glob("libcudart.so*")), work / "libcudart.so")
+            ldflags += ["-L.", "-lcudart", "-lc10_cuda"]
+        for arch in self._archs() if by_nvcc else ():
+            number, _, ptx = arch.partition("+")
+            code = f"compute_{number}" if ptx else f"sm_{number}"
+            flags.append(f"-gencode=arch=compute_{number},code=[{code},sm_{number}]")
+        with _plain_names(folder, work, home or folder) as (source_name, work_name, home_name):
+            cpp_extension = _torch_builder()
+            cpp_extension.CUDA_HOME = home_name
+            cpp_extension.TORCH_LIB_PATH = shlex.quote(cpp_extension.TORCH_LIB_PATH)
+            include = _cuda_dir(Path(home_name), "include", "cuda_runtime.h") if home else None
+            # "Standalone" compiles without loading, which load() does not do safely from threads.
+            built = cpp_extension.load(
+                name=stem,
+                sources=[os.path.join(source_name, source) for source in self.sources],
+                extra_cflags=[] if by_nvcc else flags,
+                extra_cuda_cflags=flags if by_nvcc else [],
+                extra_ldflags=ldflags,
+                extra_include_paths=[str(include)] if include else [],
+                build_directory=work_name,
+                verbose=_verbose(),
+                with_cuda=by_nvcc,
+                is_python_module=False,
+                is_standalone=True,
+            )
+        return work / Path(built).name
+
+    def _describe(self, problem: str) -> str:
+        return (
+            f"fusedopt: {self.name} ({self.backend}) of {_source_dir()} {problem}\n"
+            "FUSEDOPT_BACKEND=torch goes on without kernels."
+        )
+
+    def _explain(self, output: str, log: Path) -> str:
+        """Make a message out of what the compilers printed."""
+        lines = [line[:300] for line in output.splitlines() if line.strip()]
+        bad = re.compile(r"error\s*:|fatal\s*:|cannot find|not found|undefined reference|Killed")
+        first = next((line for line in lines if bad.search(line)), lines[0] if lines else "")
+        fixes = [fix for pattern, fix in _FIXES if re.search(pattern, output)]
+        fix = fixes[0] if fixes else "correct the source, or try a newer compiler"
+        last = "\n".join(f"  {line}" for line in lines[-6:])
+        return self._describe(
+            f"did not compile:\n  {first.strip()}\nlast lines:\n{last}\nfull log: {log}\nfix: {fix}"
+        )
+
+
+def _load(
+    name: str,
+    backend: str,
+    sources: tuple[str, ...],
+    defines: tuple[str, ...] = (),
+    *,
+    python_module: bool,
+) -> ModuleType | ctypes.CDLL:
+    """Return a native binary, built on first use; a failure is remembered like a success.
+
+    Args:
+        name: What the binary is called in files and messages; an identifier.
+        backend: "cuda" or "cpu".
+        sources: File names in the folder of the native sources.
+        defines: Macros, as in "NAME" or "NAME=VALUE".
+        python_module: A pybind11 module named TORCH_EXTENSION_NAME, else a plain C library.
+    """
+    binary = _Binary(name, backend, sources, defines, python_module)
+    with _lock:
+        future = _loaded.get(binary)
+        if is_ours := future is None:
+            future = _loaded[binary] = Future()
+    assert future is not None
+    if is_ours:
+        try:
+            future.set_result(binary.load())
+        except BaseException as error:
+            if not isinstance(error, BuildError):  # An interrupt or a bug may pass: try again.
+                del _loaded[binary]
+            future.set_exception(error)
+    return future.result()
+
+
+# ---- Dtypes: how numbers are kept, in PyTorch ---------------------------------------------------
+
+
+class _Code(NamedTuple):
+    """How one number is written; its twin in C++ is the struct `name` in precision.cuh."""
+
+    name: str
+    dtype: torch.dtype
+    mantissa: int = 23  # explicit bits
+    bias: int = 127
+    top: int | None = None  # exponent of a block's largest element; None: no block scales
+
+
+_F32 = _Code("F32", torch.float32)
+_F16 = _Code("F16", torch.float16, 10, 15, 14)
+_CODES = {
+    code.dtype: code
+    for code in (
+        _F32,
+        _Code("BF16", torch.bfloat16, 7),
+        _F16,
+        _Code("E4M3", torch.float8_e4m3fn, 3, 7, 8),
+        _Code("E5M2", torch.float8_e5m2, 2, 15, 14),
+    )
+}
+_DTYPE_NAMES: dict[Any, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+    torch.uint8: torch.float8_e4m3fn,  # TransformerEngine's name for fp8
+    None: torch.float32,
+}
+_PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_REMAINDERS = {torch.int16: "Remainder16", torch.int8: "Remainder8"}
+_BLOCK = 256  # elements that share one scale, kScaleBlock in C++
+_SMALL = 4096  # tensors of fewer elements keep fp32 states whatever was asked
+_MASK = 0xFFFFFFFF
+_SALT = 0x9E3779B9
+_WEIGHT_STREAM = 3  # random stream of the weight; state n draws stream n
+
+
+class _Role(Enum):
+    """What a state means decides how it is kept when its dtype is narrow (Role in C++)."""
+
+    MOMENT = auto()
+    SECOND_MOMENT = auto()  # kept as its square root, never rounded to zero
+    MAXIMUM = auto()  # likewise, but rounded to nearest
+
+
+def _hash32(x: Tensor) -> Tensor:
+    """Hash of the low 32 bits of an int64 tensor."""
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK
+    return x ^ (x >> 16)
+
+
+def _random(seed: int, step: Tensor, stream: int, numel: int) -> Tensor:
+    """Sixteen random bits per element, int32; the same in every backend."""
+    start = torch.tensor(seed & _MASK, device=step.device)
+    key = _hash32((_hash32(start) + step.long()) & _MASK)
+    pair = torch.arange((numel + 1) // 2, device=step.device)
+    base = _hash32((key + stream * _SALT) & _MASK) + (pair >> 32) * _SALT
+    bits = _hash32((base + pair) & _MASK)
+    return torch.stack((bits & 0xFFFF, bits >> 16), dim=1).flatten()[:numel].int()
+
+
+def _per_block(flat: Tensor) -> Tensor:
+    """A flat tensor as rows of one block each, padded with zeros."""
+    return torch.nn.functional.pad(flat, (0, -flat.numel() % _BLOCK)).view(-1, _BLOCK)
+
+
+def _decode(code: _Code, role: _Role, raw: Tensor, scale: Tensor | None) -> Tensor:
+    """Flat fp32 values of a flat stored tensor."""
+    values = raw.float()
+    if code.top is None:
+        return values
+    assert scale is not None
+    values = (_per_block(values) * scale[:, None]).flatten()[: raw.numel()]
+    return values if role is _Role.MOMENT else values.square()
+
+
+def _encode(
+    code: _Code, role: _Role, values: Tensor, random: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Flat stored tensor of flat fp32 values, and the block scales if it has any."""
+    scale = None
+    x = values
+    if code.top is not None:
+        x = values if role is _Role.MOMENT else values.sqrt()
+        blocks = _per_block(x)
+        amax = blocks.abs().where(blocks.isfinite(), 0).amax(dim=1)
+        scale = (amax * 2.0**-code.top).clamp(min=2.0**-126).where(amax > 0, 1)
+        x = (blocks * (1 / scale)[:, None]).flatten()[: values.numel()]
+    if code.dtype is torch.float32:
+        return x, scale
+    raw = x.to(code.dtype) if role is _Role.MAXIMUM else _round_stochastic(code, x, random)
+    if role is not _Role.MOMENT:
+        smallest = torch.ones_like(raw.view(_INT_OF[raw.element_size()])).view(raw.dtype)
+        raw = torch.where((raw.float() == 0) & (values > 0), smallest, raw)
+    return raw, scale
+
+
+_INT_OF = {1: torch.uint8, 2: torch.int16}
+
+
+def _round_stochastic(code: _Code, x: Tensor, random: Tensor) -> Tensor:
+    """Minifloat::stochastic and BF16::stochastic of precision.cuh, on a flat fp32 tensor."""
+    if code.top is None:
+        bits = (x.view(torch.int32) + random) >> 16
+        return bits.to(torch.int16).view(code.dtype).where(~x.isnan(), torch.nan)
+    drop = 23 - code.mantissa
+    offset = (random << (drop - 16)) + (1 << (drop - 17)) if drop > 16 else (random >> 6 << 3) + 4
+    magnitude = x.abs()
+    tiny = 2.0 ** (1 - code.bias)
+    subnormal = magnitude < tiny
+    lifted = torch.where(subnormal, magnitude + tiny, magnitude)
+    bits = ((lifted.view(torch.int32) + offset) >> drop) - ((127 - code.bias) << code.mantissa)
+    bits = torch.where(subnormal, bits - (1 << code.mantissa), bits)
+    width = 8 * code.dtype.itemsize
+    bits = bits | ((x.view(torch.int32) >> 31 & 1) << (width - 1))
+    raw = bits.to(_INT_OF[code.dtype.itemsize]).view(code.dtype)
+    return raw.where(magnitude <= 2.0 ** (code.top + 1), torch.nan)
+
+
+def _join(half: Tensor, remainder: Tensor) -> Tensor:
+    """The fp32 master of a flat bf16 parameter and its remainder (int16: exact; int8: 24 bits)."""
+    missing = 16 - 8 * remainder.element_size()
+    bits = (half.view(torch.int16).int() << 16) + (remainder.int() << missing)
+    return bits.view(torch.float32)
+
+
+def _split(values: Tensor, dtype: torch.dtype, random: Tensor) -> tuple[Tensor, Tensor]:
+    """A flat fp32 tensor as bf16, rounded to nearest (ties away from zero), and what is missing."""
+    missing = 16 - 8 * dtype.itemsize
+    bits = values.view(torch.int32)
+    bits = torch.where(values.isfinite(), bits + (random & ((1 << missing) - 1)), bits)
+    bits = bits.where(~values.isnan(), 0x7FC00000)
+    half = (bits + 0x8000) >> 16
+    remainder = (bits - (half << 16)) >> missing
+    return half.to(torch.int16).view(torch.bfloat16), remainder.to(dtype)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The elements of a dense tensor in the order in which they lie in memory, as a view."""
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill one piece of memory without gap or overlap."""
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape) if n != 1):
+        if stride != expected and tensor.numel() > 0:
+            return False
+        expected *= size
+    return True
+
+
+def _layout(tensor: Tensor) -> list[int]:
+    """The strides that mean anything."""
+    return [s for s, n in zip(tensor.stride(), tensor.shape) if n != 1]
+
+
+def _as_code(dtype: Any, option: str) -> torch.dtype:
+    if isinstance(dtype, torch.dtype) and dtype in _CODES:
+        return dtype
+    try:
+        return _DTYPE_NAMES[dtype]
+    except (KeyError, TypeError):
+        names = ", ".join(repr(name) for name in _DTYPE_NAMES if isinstance(name, str))
+        raise ValueError(
+            f"{option} must be None, one of {names}, or the torch.dtype of one of them, "
+            f"got {dtype!r}"
+        ) from None
+
+
+# ---- A plan: what the kernels need to know, made once per set of tensors -----------------------
+
+
+class _Signature(NamedTuple):
+    """What one kernel is compiled for."""
+
+    rule: str
+    param: str
+    grad: str
+    master: str
+    stochastic: bool
+    states: tuple[str, ...]
+
+    def defines(self) -> tuple[str, ...]:
+        """Compiler definitions that step.cu reads."""
+        return (
+            f"FUSEDOPT_RULE={self.rule}",
+            f"FUSEDOPT_PARAM={self.param}",
+            f"FUSEDOPT_GRAD={self.grad}",
+            f"FUSEDOPT_MASTER={self.master}",
+            f"FUSEDOPT_STOCHASTIC={str(self.stochastic).lower()}",
+            *(f"FUSEDOPT_STATE{i}={code}" for i, code in enumerate(self.states)),
+        )
+
+
+class _Row(NamedTuple):
+    """One parameter of a plan, its group's number, and its gradient's dtype; None: only watched."""
+
+    param: Tensor
+    group: int
+    grad_dtype: torch.dtype | None
+
+
+class _DevicePlan(NamedTuple):
+    """The plan of one device, and where gradients come from if not from p.grad."""
+
+    backend: str
+    plan: Any
+    sources: list[tuple[Tensor, dict[str, Any]]] | None
+
+
+class _Form(NamedTuple):
+    """How the states and the master of one parameter are kept."""
+
+    states: tuple[tuple[str, _Code, _Role], ...]
+    master: _Code | torch.dtype | None  # a remainder's integer dtype; None: no master
+    stochastic: bool = False  # the write of a parameter without master
+
+
+def _load_kernels(backend: str, signatures: Sequence[_Signature]) -> tuple[Any, list[int]]:
+    """The bindings and the address of each signature's kernels, built side by side if need be."""
+
+    def kernels(signature: _Signature) -> int:
+        name = "_".join((signature.rule, signature.param, signature.grad, signature.master))
+        name = "_".join((name, *signature.states)).lower()
+        library = _load(
+            name, backend, (_STEP_SOURCES[backend],), signature.defines(), python_module=False
+        )
+        library.fusedopt_kernels.restype = ctypes.c_void_p
+        return int(library.fusedopt_kernels())
+
+    with ThreadPoolExecutor(max_workers=1 + len(signatures)) as pool:
+        bindings = pool.submit(
+            _load, "bindings", backend, ("bindings.cpp",), python_module=True
+        )
+        addresses = list(pool.map(kernels, signatures))
+        return bindings.result(), addresses
+
+
+_STEP_SOURCES = {"cuda": "step.cu", "cpu": "step.cpp"}
+
+
+class _TorchPlan:
+    """The pure PyTorch path: what a compiled plan does, one tensor after the other."""
+
+    captured = False
+
+    def __init__(
+        self, optimizer: "_FusedOptimizer", rows: list[_Row], forms: dict[Tensor, _Form]
+    ) -> None:
+        self.optimizer = optimizer
+        self.rows = rows
+        self.forms = forms
+        self.grads: list[Tensor | None] = []
+
+    def gather(self, grads: list[Tensor | None] | None) -> bool:
+        """Read the gradients; False if the plan no longer fits."""
+        self.grads = [row.param.grad for row in self.rows] if grads is None else grads
+        return all(
+            grad is None
+            or (
+                grad.layout is torch.strided
+                and grad.dtype == row.grad_dtype
+                and grad.device == row.param.device
+                and grad.shape == row.param.shape
+            )
+            for row, grad in zip(self.rows, self.grads)
+        )
+
+    @torch.no_grad()
+    def launch(
+        self, groups: list[dict[str, Any]], grad_scale: Tensor | None, found_inf: Tensor | None
+    ) -> None:
+        """Update every parameter that has a gradient."""
+        for row, grad in zip(self.rows, self.grads):
+            if grad is not None:
+                self._update(row.param, grad, groups[row.group], grad_scale, found_inf)
+        self.grads = []
+
+    def _update(
+        self,
+        param: Tensor,
+        grad: Tensor,
+        group: dict[str, Any],
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
+        state, form, seed = self.optimizer.state[param], self.forms[param], self.optimizer._seed
+        step = state["step"] + 1
+        writes = [(state["step"], step)]
+        if _layout(grad) != _layout(param):
+            grad = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
+        flat_grad = _flat(grad).float() * (1.0 if grad_scale is None else 1 / grad_scale)
+        if group["maximize"]:
+            flat_grad = -flat_grad
+        values = [
+            _decode(code, role, _flat(state[name]), state.get(f"{name}_scale"))
+            for name, code, role in form.states
+        ]
+        weight, values = self.optimizer._update(
+            _read_weight(param, form, state), flat_grad, values, group, step.double()
+        )
+        for stream, ((name, code, role), value) in enumerate(zip(form.states, values)):
+            raw, scale = _encode(code, role, value, _random(seed, step, stream, value.numel()))
+            writes.append((_flat(state[name]), raw))
+            if scale is not None:
+                writes.append((state[f"{name}_scale"], scale))
+        random = _random(seed, step, _WEIGHT_STREAM, weight.numel())
+        writes += _write_weight(param, form, state, weight, random)
+        for target, value in writes:
+            target.copy_(value if found_inf is None else torch.where(found_inf != 0, target, value))
+
+
+def _read_weight(param: Tensor, form: _Form, state: dict[str, Tensor]) -> Tensor:
+    """The fp32 weight that the update starts from, flat."""
+    if form.master is None:
+        return _flat(param).float()
+    master = _flat(state["master_param"])
+    if isinstance(form.master, torch.dtype):
+        return _join(_flat(param), master)
+    return _decode(form.master, _Role.MOMENT, master, state.get("master_param_scale"))
+
+
+def _write_weight(
+    param: Tensor, form: _Form, state: dict[str, Tensor], weight: Tensor, random: Tensor
+) -> list[tuple[Tensor, Tensor]]:
+    """What is to be written where so that parameter and master hold a new fp32 weight."""
+    if form.master is None:
+        code = _CODES[param.dtype]
+        raw = _round_stochastic(code, weight, random) if form.stochastic else weight.to(code.dtype)
+        return [(_flat(param), raw)]
+    master = _flat(state["master_param"])
+    if isinstance(form.master, torch.dtype):
+        half, remainder = _split(weight, form.master, random)
+        return [(_flat(param), half), (master, remainder)]
+    raw, scale = _encode(form.master, _Role.MOMENT, weight, random)
+    writes = [(_flat(param), weight.to(param.dtype)), (master, raw)]
+    return writes if scale is None else [*writes, (state["master_param_scale"], scale)]
+
+
+# ---- What every fused optimizer shares ------------------------------------------------------------
+
+
+class _FusedOptimizer(torch.optim.Optimizer):
+    """Groups, states, plans and checkpoints; a subclass says what its rule is and which states it has.
+
+    A subclass gives `_rule`, the name of its struct in update_rules.cuh; `_hyperparameters`, the keys
+    of a group in the order of that struct; `_states(group)`; `_validate(group)`; and `_update`, the
+    rule in PyTorch.
+    """
+
+    _rule: str
+    _hyperparameters: tuple[str, ...]
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self, params: ParamsT, defaults: dict[str, Any], seed: int, set_grad_none: bool | None
+    ) -> None:
+        if not isinstance(seed, int) or not 0 <= seed <= _MASK:
+            raise ValueError(f"seed must be an integer in [0, 2**32), got {seed!r}")
+        self._seed = seed
+        self._grad_none = True if set_grad_none is None else set_grad_none
+        self._grad_dtypes: dict[Tensor, torch.dtype] = {}
+        self._forget_plans()
+        super().__init__(params, defaults)
+
+    def _states(self, group: dict[str, Any]) -> tuple[tuple[str, torch.dtype, _Role], ...]:
+        """Name, dtype and role of each state, in the order of the rule's roles."""
+        raise NotImplementedError
+
+    def _validate(self, group: dict[str, Any]) -> None:
+        """Raise ValueError unless the rule can honour the group; normalise its values in place."""
+        raise NotImplementedError
+
+    def _update(
+        self,
+        weight: Tensor,
+        grad: Tensor,
+        states: list[Tensor],
+        group: dict[str, Any],
+        step: Tensor,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The rule on flat fp32 tensors: the new weight and the new states."""
+        raise NotImplementedError
+
+    @property
+    def backend(self) -> str:
+        """The path that steps take: "cuda", "cpu", "torch", several joined by "+"; "" before one."""
+        return "+".join(sorted({made.backend for made in self._plans}))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; its parameters start at step 1 while the others go on.
+
+        Args:
+            param_group: `params` and any option of the constructor; what is missing is taken from
+                the constructor.
+
+        Raises:
+            TypeError: a parameter's dtype or layout is unsupported.
+            ValueError: an option is out of range.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self._validate(group)
+            self._validate_shared(group)
+            for i, param in enumerate(group["params"]):
+                self._check_param(param, f"parameter {i} of group {len(self.param_groups) - 1}")
+        except Exception:
+            self.param_groups.pop()
+            raise
+        self._own_lr(group)
+        self._forget_plans()
+
+    def _validate_shared(self, group: dict[str, Any]) -> None:
+        if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
+            raise ValueError(f"lr must be one number, got a tensor of shape {group['lr'].shape}")
+        for name in ("lr", "weight_decay"):
+            if not 0 <= float(group[name]) < math.inf:
+                raise ValueError(f"{name} must be finite and at least 0, got {group[name]}")
+        for name, default in (("foreach", None), ("fused", None), ("differentiable", False)):
+            if group.get(name) not in (None, default, True if name == "fused" else default):
+                raise ValueError(
+                    f"{name}={group[name]!r} cannot be honoured: leave it at {default!r}"
+                )
+        group["master_weight_dtype"] = _as_code(group["master_weight_dtype"], "master_weight_dtype")
+        if group["master_weight_dtype"] not in (torch.float32, torch.float16):
+            raise ValueError(
+                "master_weight_dtype must be torch.float32 or torch.float16, "
+                f"got {group['master_weight_dtype']}"
+            )
+        if group["master_weight_bits"] not in (None, 24):
+            raise ValueError(
+                f"master_weight_bits must be None or 24, got {group['master_weight_bits']!r}"
+            )
+        if group["master_weight_bits"] and group["store_param_remainders"]:
+            raise ValueError(
+                "store_param_remainders=True keeps a 32-bit master: "
+                "it cannot be combined with master_weight_bits=24"
+            )
+    def _own_lr(self, group: dict[str, Any]) -> None:
+        """Give a group an lr of its own, on the device where a captured graph reads it."""
+        lr = group["lr"]
+        others = [other["lr"] for other in self.param_groups if other is not group]
+        if isinstance(lr, Tensor) and any(lr is other for other in others):
+            group["lr"] = lr.clone()
+        cuda = next((p.device for p in group["params"] if p.is_cuda), None)
+        if group["capturable"] and cuda is not None:
+            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=cuda)
+
+    @staticmethod
+    def _check_param(param: Tensor, name: str) -> None:
+        if param.dtype not in _PARAM_DTYPES:
+            allowed = ", ".join(str(dtype) for dtype in _PARAM_DTYPES)
+            raise TypeError(f"{name} has dtype {param.dtype}, expected one of {allowed}")
+        if param.layout is not torch.strided or not _is_dense(param):
+            raise TypeError(
+                f"{name} of shape {tuple(param.shape)} must be strided, dense and free of overlap "
+                f"(.contiguous() or channels_last), got {param.layout} with strides "
+                f"{param.stride() if param.layout is torch.strided else None}"
+            )
+
+    @staticmethod
+    def _check_grad(param: Tensor, grad: Tensor, name: str) -> None:
+        if grad.layout is not torch.strided:
+            raise RuntimeError(f"{name} has a gradient of layout {grad.layout}, expected a dense one")
+        if grad.dtype not in _PARAM_DTYPES:
+            allowed = ", ".join(str(dtype) for dtype in _PARAM_DTYPES)
+            raise TypeError(f"{name} has a gradient of {grad.dtype}, expected one of {allowed}")
+        if grad.device != param.device or grad.shape != param.shape:
+            raise RuntimeError(
+                f"{name} is of shape {tuple(param.shape)} on {param.device}, its gradient of "
+                f"{tuple(grad.shape)} on {grad.device}"
+            )
+
+    # -- states
+
+    def _form(self, param: Tensor, group: dict[str, Any]) -> _Form:
+        """How this parameter's states and master are to be kept."""
+        small = param.numel() < _SMALL
+        states = tuple(
+            (name, _F32 if small else _CODES[dtype], role)
+            for name, dtype, role in self._states(group)
+        )
+        master: _Code | torch.dtype | None = None
+        remainder = group["store_param_remainders"] or group["master_weight_bits"]
+        if param.dtype is torch.bfloat16 and remainder:
+            master = torch.int16 if group["store_param_remainders"] else torch.int8
+        elif param.dtype is not torch.float32 and (group["master_weights"] or remainder):
+            master = _F32 if small else _CODES[group["master_weight_dtype"]]
+        stochastic = bool(group.get("stochastic_rounding")) and master is None
+        return _Form(states, master, stochastic and param.dtype is torch.bfloat16)
+
+    @torch.no_grad()
+    def _init_state(self, param: Tensor, form: _Form) -> None:
+        """Make whatever state of one parameter is missing."""
+        state = self.state[param]
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+        for name, code, role in form.states:
+            if name not in state:
+                state[name] = torch.zeros_like(param, dtype=code.dtype, requires_grad=False)
+                if code.top is not None:
+                    state[f"{name}_scale"] = self._new_scales(param)
+        if form.master is None or "master_param" in state:
+            return
+        self._set_master(param, form, _flat(param).float())
+
+    @staticmethod
+    def _new_scales(param: Tensor) -> Tensor:
+        blocks = -(-param.numel() // _BLOCK)
+        return torch.ones(blocks, dtype=torch.float32, device=param.device)
+
+    def _set_master(self, param: Tensor, form: _Form, weight: Tensor) -> None:
+        """Make the master of a parameter from its flat fp32 weight."""
+        state = self.state[param]
+        master = form.master
+        assert master is not None
+        dtype = master if isinstance(master, torch.dtype) else master.dtype
+        state["master_param"] = torch.empty_like(param, dtype=dtype, requires_grad=False)
+        if isinstance(master, _Code) and master.top is not None:
+            state["master_param_scale"] = self._new_scales(param)
+        random = _random(self._seed, state["step"], _WEIGHT_STREAM, weight.numel())
+        for target, value in _write_weight(param, form, state, weight, random):
+            target.copy_(value)
+
+    def init_state(self) -> None:
+        """Make the state of every parameter that requires a gradient, and the kernels, now.
+
+        Afterwards step() allocates nothing and can be captured in a CUDA graph at once.
+        """
+        self._make_plans(every=True)
+
+    # -- plans
+
+    def _forget_plans(self) -> None:
+        # A captured graph may still read the tables of the plans it was captured with.
+        retired = getattr(self, "_retired", [])
+        retired += [made for made in getattr(self, "_plans", []) if made.plan.captured]
+        self._retired: list[_DevicePlan] = retired
+        self._plans: list[_DevicePlan] = []
+
+    def _gradient(self, param: Tensor, group: dict[str, Any]) -> Tensor | None:
+        if group["use_decoupled_grad"]:
+            return getattr(param, "decoupled_grad", None)
+        return param.grad
+
+    def _make_plans(self, every: bool = False) -> None:
+        """Check every gradient, build kernels, make states, and plan one step per device.
+
+        Args:
+            every: also make the state of parameters that have no gradient yet.
+        """
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "step() would have to make optimizer state while a CUDA graph is captured: "
+                "run one eager step or call init_state() first"
+            )
+        rows: dict[torch.device, list[_Row]] = {}
+        for index, group in enumerate(self.param_groups):
+            for i, param in enumerate(group["params"]):
+                grad = self._gradient(param, group)
+                if grad is not None:
+                    name = f"parameter {i} of group {index}"
+                    self._check_param(param, name)
+                    self._check_grad(param, grad, name)
+                    self._grad_dtypes[param] = grad.dtype
+                used = grad is not None or param in self.state or (every and param.requires_grad)
+                dtype = self._grad_dtypes.get(param, param.dtype) if used else None
+                rows.setdefault(param.device, []).append(_Row(param, index, dtype))
+        finishers = [
+            self._prepare(device, device_rows)
+            for device, device_rows in rows.items()
+            if any(row.grad_dtype is not None for row in device_rows)
+        ]
+        self._forget_plans()
+        self._plans = [finish() for finish in finishers]
+
+    def _prepare(self, device: torch.device, rows: list["_Row"]) -> Callable[[], "_DevicePlan"]:
+        """Build what a plan of one device needs; what is returned makes states and the plan."""
+        backend = _backend_for(device.type)
+        groups = self.param_groups
+        decoupled = any(groups[row.group]["use_decoupled_grad"] for row in rows)
+        sources = [(row.param, groups[row.group]) for row in rows] if decoupled else None
+        forms = {row.param: self._form(row.param, groups[row.group]) for row in rows}
+        if backend == "torch":
+
+            def finish_torch() -> _DevicePlan:
+                for row in rows:
+                    if row.grad_dtype is not None:
+                        self._init_state(row.param, forms[row.param])
+                return _DevicePlan(backend, _TorchPlan(self, rows, forms), sources)
+
+            return finish_torch
+
+        signatures = {
+            row.param: self._signature(row.param, row.grad_dtype, forms[row.param])
+            for row in rows
+            if row.grad_dtype is not None
+        }
+        distinct = list(dict.fromkeys(signatures.values()))
+        bindings, addresses = _load_kernels(backend, distinct)
+
+        def finish() -> _DevicePlan:
+            plan = bindings.Plan(
+                device=device,
+                hyperparameters=tuple(sys.intern(key) for key in self._hyperparameters),
+                kernels=addresses,
+                seed=self._seed,
+            )
+            for row in rows:
+                if row.grad_dtype is None:
+                    plan.watch(row.param)
+                    continue
+                form = forms[row.param]
+                self._init_state(row.param, form)
+                state = self.state[row.param]
+                plan.add(
+                    param=row.param,
+                    grad_dtype=row.grad_dtype,
+                    step=state["step"],
+                    states=[state[name] for name, _, _ in form.states],
+                    scales=[state.get(f"{name}_scale") for name, _, _ in form.states],
+                    master=state.get("master_param"),
+                    master_scale=state.get("master_param_scale"),
+                    fp8=[],
+                    fp8_largest=0.0,
+                    group=row.group,
+                    signature=distinct.index(signatures[row.param]),
+                )
+            plan.seal()
+            return _DevicePlan(backend, plan, sources)
+
+        return finish
+
+    def _signature(self, param: Tensor, grad_dtype: torch.dtype, form: _Form) -> _Signature:
+        master = form.master
+        return _Signature(
+            self._rule,
+            _CODES[param.dtype].name,
+            _CODES[grad_dtype].name,
+            "None"
+            if master is None
+            else _REMAINDERS[master]
+            if isinstance(master, torch.dtype)
+            else master.name,
+            form.stochastic,
+            tuple(code.name for _, code, _ in form.states),
+        )
+
+    # -- step
+
+    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:  # type: ignore[override]
+        """Do one optimization step; parameters without a gradient are left alone.
+
+        Args:
+            closure: reevaluates the model and returns the loss.
+            **options: `grad_scaler`, a torch.amp.GradScaler, as TransformerEngine takes it;
+                `scaler.step(optimizer)` does the same.
+
+        Returns:
+            The closure's loss, or None.
+
+        Raises:
+            TypeError, RuntimeError: a gradient cannot be used; nothing was changed.
+            BuildError: the kernels could not be compiled; nothing was changed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        grad_scale, found_inf = self._scaling(**options)
+        if not self._gather():
+            self._make_plans()
+            if not self._gather():
+                raise RuntimeError("gradients changed while the step was prepared")
+        for made in self._plans:
+            made.plan.launch(self.param_groups, grad_scale, found_inf)
+        return loss
+
+    def _gather(self) -> bool:
+        if not self._plans:
+            return all(
+                self._gradient(param, group) is None
+                for group in self.param_groups
+                for param in group["params"]
+            )
+        return all(
+            made.plan.gather(
+                None if made.sources is None else [self._gradient(*row) for row in made.sources]
+            )
+            for made in self._plans
+        )
+
+    def _scaling(self, grad_scaler: Any = None) -> tuple[Tensor | None, Tensor | None]:
+        """The loss scale to divide by and the flag that skips the step, both on the device."""
+        grad_scale = getattr(self, "grad_scale", None)
+        found_inf = getattr(self, "found_inf", None)
+        return grad_scale, found_inf if isinstance(found_inf, Tensor) else None
+
+
+    # -- pickle, zero_grad
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_seed": self._seed, "_grad_none": self._grad_none}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._grad_dtypes = {}
+        self._forget_plans()
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Reset every gradient, `decoupled_grad` too where a group uses it.
+
+        Args:
+            set_to_none: drop the gradients instead of filling them with zeros. None: as
+                `set_grad_none` of the constructor says, which by default is to drop them.
+        """
+        set_to_none = self._grad_none if set_to_none is None else set_to_none
+        super().zero_grad(set_to_none)
+        for group in self.param_groups:
+            if not group["use_decoupled_grad"]:
+                continue
+            for param in group["params"]:
+                grad = getattr(param, "decoupled_grad", None)
+                if grad is not None and set_to_none:
+                    param.decoupled_grad = None
+                elif grad is not None:
+                    grad.zero_()
+
+
+# ---- The optimizers ------------------------------------------------------------------------------
+
+
+class FusedAdam(_FusedOptimizer):
+    """Adam and AdamW (Kingma & Ba, 2015; Loshchilov & Hutter, 2019), one kernel launch per step.
+
+    A drop-in for torch.optim.AdamW and TransformerEngine's FusedAdam. Differences from torch:
+    `adam_w_mode=True` by default, parameters of float64 or complex dtypes are a TypeError, and
+    the weight decay of decoupled mode is applied as `p - lr * weight_decay * p` with one rounding.
+
+    Args:
+        params: parameters (fp32, bf16 or fp16, in any mix) or groups of them.
+        lr: learning rate, a float or a tensor of one element.
+        betas: decay rates of the first and second moment, each in [0, 1).
+        eps: added to the root of the second moment, at least 0.
+        weight_decay: decoupled (AdamW) or, with adam_w_mode=False, an L2 penalty.
+        amsgrad: use the running maximum of the second moment (Reddi et al., 2018).
+        bias_correction: divide the moments by 1 - beta**step.
+        adam_w_mode: decoupled weight decay.
+        maximize: ascend instead of descend.
+        capturable: keep lr on the device, so that a captured CUDA graph follows its changes.
+        master_weights: keep an fp32 copy of parameters narrower than fp32, in `state`.
+        master_weight_dtype: of that copy: torch.float32 or torch.float16 (block-scaled).
+        master_weight_bits: 24 keeps 8 more bits beside a bf16 parameter instead of a copy.
+        store_param_remainders: keep 16 more bits beside a bf16 parameter: the exact fp32 master.
+        exp_avg_dtype: dtype of the first moment: None or "fp32", "bf16", "fp16", "fp8",
+            "fp8_e5m2", or the torch.dtype; torch.uint8 means fp8. Tensors under 4096 elements
+            keep fp32 states.
+        exp_avg_sq_dtype: dtype of the second moment and its maximum, likewise.
+        use_decoupled_grad: read `p.decoupled_grad` instead of `p.grad`.
+        stochastic_rounding: round bf16 parameters without a master stochastically.
+        seed: of the stochastic rounding; the same on every replica.
+        set_grad_none: deprecated; the default of zero_grad's set_to_none.
+        foreach: accepted as None only; there is one implementation.
+        fused: accepted as None or True only.
+        differentiable: accepted as False only.
+
+    Raises:
+        TypeError: a parameter's dtype or layout is unsupported.
+        ValueError: a value is out of its range, or two options contradict each other.
+    """
+
+    _rule = "Adam"
+    _hyperparameters = (
+        "maximize",
+        "lr",
+        "betas",
+        "eps",
+        "weight_decay",
+        "bias_correction",
+        "adam_w_mode",
+    )
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        bias_correction: bool = True,
+        adam_w_mode: bool = True,
+        maximize: bool = False,
+        capturable: bool = False,
+        master_weights: bool = False,
+        master_weight_dtype: torch.dtype | str = torch.float32,
+        master_weight_bits: int | None = None,
+        store_param_remainders: bool = False,
+        exp_avg_dtype: torch.dtype | str | None = None,
+        exp_avg_sq_dtype: torch.dtype | str | None = None,
+        use_decoupled_grad: bool = False,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
+        set_grad_none: bool | None = None,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        differentiable: bool = False,
+    ) -> None:
+        defaults = dict(
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            bias_correction=bias_correction,
+            adam_w_mode=adam_w_mode,
+            maximize=maximize,
+            capturable=capturable,
+            master_weights=master_weights,
+            master_weight_dtype=master_weight_dtype,
+            master_weight_bits=master_weight_bits,
+            store_param_remainders=store_param_remainders,
+            exp_avg_dtype=exp_avg_dtype,
+            exp_avg_sq_dtype=exp_avg_sq_dtype,
+            use_decoupled_grad=use_decoupled_grad,
+            stochastic_rounding=stochastic_rounding,
+            foreach=foreach,
+            fused=fused,
+            differentiable=differentiable,
+        )
+        super().__init__(params, defaults, seed, set_grad_none)
+
+    def _validate(self, group: dict[str, Any]) -> None:
+        try:
+            group["betas"] = beta1, beta2 = tuple(group["betas"])
+        except (TypeError, ValueError):
+            raise ValueError(f"betas must be two numbers, got {group['betas']!r}") from None
+        if not (0 <= float(beta1) < 1 and 0 <= float(beta2) < 1):
+            raise ValueError(f"betas must lie in [0, 1), got {group['betas']}")
+        if not 0 <= float(group["eps"]) < math.inf:
+            raise ValueError(f"eps must be finite and at least 0, got {group['eps']}")
+        for option in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+            group[option] = _as_code(group[option], option)
+
+    def _states(self, group: dict[str, Any]) -> tuple[tuple[str, torch.dtype, _Role], ...]:
+        second = group["exp_avg_sq_dtype"]
+        states = (
+            ("exp_avg", group["exp_avg_dtype"], _Role.MOMENT),
+            ("exp_avg_sq", second, _Role.SECOND_MOMENT),
+        )
+        return (*states, ("max_exp_avg_sq", second, _Role.MAXIMUM)) if group["amsgrad"] else states
+
+    def _update(
+        self,
+        weight: Tensor,
+        grad: Tensor,
+        states: list[Tensor],
+        group: dict[str, Any],
+        step: Tensor,
+    ) -> tuple[Tensor, list[Tensor]]:
+        exp_avg, exp_avg_sq, *maximum = states
+        lr, (beta1, beta2), decay = group["lr"], group["betas"], group["weight_decay"]
+        correction1 = 1 - beta1**step if group["bias_correction"] else 1.0
+        correction2 = 1 - beta2**step if group["bias_correction"] else 1.0
+        if decay != 0 and group["adam_w_mode"]:
+            weight = weight - weight * (lr * decay)
+        elif decay != 0:
+            grad = grad + weight * decay
+        exp_avg = exp_avg.lerp(grad, 1 - beta1)
+        exp_avg_sq = exp_avg_sq * beta2 + grad * (1 - beta2) * grad
+        maximum = [old.maximum(exp_avg_sq) for old in maximum]
+        second = maximum[0] if maximum else exp_avg_sq
+        denominator = second.sqrt() / correction2**0.5 + group["eps"]
+        weight = weight - exp_avg * (lr / correction1) / denominator
+        return weight, [exp_avg, exp_avg_sq, *maximum]
