@@ -39,8 +39,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from enum import Enum, auto
 from pathlib import Path
 from types import ModuleType
@@ -62,13 +61,13 @@ _loaded: dict[_Binary, Future[ModuleType | ctypes.CDLL]] = {}
 _warned: set[str] = set()
 
 # What compilers print when they fail, and what to do about it; the first match is shown.
-_FIXES = (
-    (r"unsupported (GNU|clang) version", "set CXX and CC to an older g++ and gcc"),
-    (r"Unsupported gpu architecture", "set TORCH_CUDA_ARCH_LIST to architectures this nvcc knows"),
-    (r"No space left|Disk quota", "free disk space, or point FUSEDOPT_CACHE_DIR elsewhere"),
-    (r"Killed|out of memory", "the compiler ran out of memory: build on a machine with more"),
-    (r"No such file or directory", "a header is missing: reinstall torch or the CUDA toolkit"),
-)
+_FIXES = {
+    r"unsupported (GNU|clang) version": "set CXX and CC to an older g++ and gcc",
+    r"Unsupported gpu architecture": "set TORCH_CUDA_ARCH_LIST to what this nvcc knows",
+    r"No space left|quota": "free disk space, or point FUSEDOPT_CACHE_DIR elsewhere",
+    r"Killed|out of memory": "the compiler ran out of memory: build on a machine with more",
+    r"": "correct the source, or try another compiler (CXX) or CUDA toolkit (CUDA_HOME)",
+}
 
 
 class FusedOptWarning(UserWarning):
@@ -81,9 +80,9 @@ class BuildError(RuntimeError):
 
 def _warn_once(text: str) -> None:
     with _lock:
-        new = text not in _warned
+        known = text in _warned
         _warned.add(text)
-    if new:
+    if not known:
         warnings.warn(text, FusedOptWarning, stacklevel=3)
 
 
@@ -95,27 +94,20 @@ def _backend_for(device_type: str) -> str:
     if forced == "torch":
         return "torch"
     if forced and forced != device_type:
-        raise RuntimeError(
-            f"FUSEDOPT_BACKEND={forced} cannot update tensors on device type {device_type!r}; "
-            "unset it or set it to torch"
-        )
+        raise RuntimeError(f"FUSEDOPT_BACKEND={forced} cannot update {device_type} tensors")
     if device_type not in ("cuda", "cpu"):
-        _warn_once(
-            f"fusedopt has kernels for cuda and cpu tensors; {device_type} tensors are updated by "
-            "plain PyTorch operations (FUSEDOPT_BACKEND=torch silences this)"
-        )
-        return "torch"
-    reason = _missing(device_type)
-    # Without tools, what has been built already still loads.
-    if reason and not (_source_dir() and _Binary.of_bindings(device_type).find()):
-        if forced:
-            raise BuildError(f"FUSEDOPT_BACKEND={forced} is not possible: {reason}")
-        _warn_once(
-            f"fusedopt updates {device_type} tensors by plain PyTorch operations, which is slower: "
-            f"{reason} (FUSEDOPT_BACKEND=torch silences this)"
-        )
-        return "torch"
-    return device_type
+        reason = f"there are kernels for cuda and cpu, not for {device_type}"
+    else:
+        reason = _missing(device_type)
+        if not reason or _Binary.is_prebuilt("bindings", device_type, "bindings.cpp"):
+            return device_type
+    if forced:
+        raise BuildError(f"FUSEDOPT_BACKEND={forced} is not possible: {reason}")
+    _warn_once(
+        f"fusedopt updates {device_type} tensors by plain PyTorch operations, which is slower: "
+        f"{reason} (FUSEDOPT_BACKEND=torch silences this)"
+    )
+    return "torch"
 
 
 def _missing(backend: str) -> str:
@@ -124,23 +116,25 @@ def _missing(backend: str) -> str:
     if not sys.platform.startswith("linux"):
         found.append("kernels are built on Linux only")
     if _source_dir() is None:
-        folder = Path(__file__).parent
-        found.append(f"no sources: copy the folder cuda/ of fusedopt into {folder}")
-    compiler = os.environ.get("CXX", "c++")
-    if shutil.which(compiler) is None:
-        found.append(f"no C++ compiler ({compiler}): `apt install g++` or set CXX")
+        found.append(f"no sources: copy fusedopt's folder cuda/ into {Path(__file__).parent}")
+    if shutil.which(compiler := os.environ.get("CXX", "c++")) is None:
+        found.append(f"no C++ compiler {compiler}: `apt install g++`, or set CXX")
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
         found.append("no Python.h: `apt install python3-dev`")
     if shutil.which("ninja") is None:
-        beside = Path(sys.executable).with_name("ninja")
-        fix = f"put {beside.parent} on PATH" if beside.exists() else "`pip install ninja`"
-        found.append(f"no ninja on PATH: {fix}")
+        here = Path(sys.executable).parent
+        fix = f"put {here} on PATH" if (here / "ninja").exists() else "`pip install ninja`"
+        found.append(f"no ninja: {fix}")
+    if importlib.util.find_spec("setuptools") is None:  # torch's builder imports it.
+        found.append("no setuptools: `pip install setuptools`")
     if backend == "cuda" and torch.version.cuda is None:
         found.append(f"torch {torch.__version__} is built without CUDA")
     elif backend == "cuda" and _find_cuda_home() is None:
         looked = "; ".join(_search_cuda_home()[1])
-        fix = '`pip install "fusedopt[nvcc]"` or set CUDA_HOME'
-        found.append(f"no CUDA {torch.version.cuda} compiler: {fix} (looked at: {looked})")
+        found.append(
+            f"no nvcc for CUDA {torch.version.cuda}: "
+            f'`pip install "fusedopt[nvcc]"`, or set CUDA_HOME (looked at: {looked})'
+        )
     return ", ".join(found)
 
 
@@ -152,13 +146,12 @@ def _find_cuda_home() -> Path | None:
 @functools.cache
 def _search_cuda_home() -> tuple[Path | None, tuple[str, ...]]:
     """Return the toolkit that fits torch, and each place rejected before it with the reason."""
-    rejected: dict[str, str] = {}
+    rejected: dict[Path, str] = {}
     for origin, home in _cuda_candidates():
-        if str(home) not in rejected:
-            reason = _reject_cuda_home(home)
-            if not reason:
+        if home not in rejected:
+            if not (reason := _reject_cuda_home(home)):
                 return home, tuple(rejected.values())
-            rejected[str(home)] = f"{origin} {home}: {reason}"
+            rejected[home] = f"{origin} {home}: {reason}"
     return None, tuple(rejected.values())
 
 
@@ -168,74 +161,63 @@ def _cuda_candidates() -> Iterator[tuple[str, Path]]:
             yield f"${variable}", Path(value)
     if nvcc := shutil.which("nvcc"):
         # nvcc may be a link or a script that starts the real one; only that one knows where it is.
-        answer = _output_of(nvcc, "--dryrun", "x.cu")
-        if here := re.search(r"^#\$ _HERE_=(.+)$", answer, re.MULTILINE):
-            yield "nvcc on PATH,", Path(here[1]).resolve().parent
-        yield "nvcc on PATH,", Path(nvcc).resolve().parents[1]
-        yield "nvcc on PATH,", Path(nvcc).parents[1]
-    major = (torch.version.cuda or "").split(".")[0]
-    yield "pip's", Path(torch.__file__).parents[1] / "nvidia" / f"cu{major}"
-    for home in [Path("/usr/local/cuda"), *sorted(Path("/usr/local").glob("cuda-*"), reverse=True)]:
+        if here := re.search(r"(?m)^#\$ _HERE_=(.+)$", _output_of(nvcc, "--dryrun", "x.cu")):
+            yield "behind nvcc", Path(here[1]).resolve().parent
+        yield "nvcc's", Path(nvcc).resolve().parents[1]
+    yield "pip's", _pip_dir() / f"cu{_cuda_major()}"
+    yield "system's", Path("/usr/local/cuda")
+    for home in sorted(Path("/usr/local").glob("cuda-*"), reverse=True):
         yield "system's", home
     yield "system's", Path("/opt/cuda")
 
 
+def _pip_dir() -> Path:
+    return Path(torch.__file__).parents[1] / "nvidia"
+
+
+def _cuda_major() -> str:
+    return (torch.version.cuda or "").split(".")[0]
+
+
 def _reject_cuda_home(home: Path) -> str:
     """Say why ``home`` is no toolkit for this torch; empty if it is one."""
-    nvcc = home / "bin" / "nvcc"
     if not home.is_dir():
         return "does not exist"
-    if not nvcc.is_file():
+    if not (home / "bin" / "nvcc").is_file():
         return "no bin/nvcc"
     if _cuda_dir(home, "include", "cuda_runtime.h") is None:
         return "no include/cuda_runtime.h"
-    release = re.search(r"release (\d+)\.\d+", _output_of(str(nvcc), "--version"))
+    release = re.search(r"release ((\d+)\.\d+)", _output_of(f"{home}/bin/nvcc", "--version"))
     if release is None:
         return "bin/nvcc does not run"
-    if release[1] != (torch.version.cuda or "").split(".")[0]:
-        return f"is CUDA {release[0].split()[1]}, torch needs {torch.version.cuda}"
+    if release[2] != _cuda_major():
+        return f"is CUDA {release[1]}, but torch is built for {torch.version.cuda}"
     return ""
 
 
 def _cuda_dir(home: Path, kind: str, pattern: str) -> Path | None:
-    """Find the toolkit's ``include`` or ``lib`` folder; conda keeps it under ``targets``."""
-    for folder in [home / kind, home / f"{kind}64", *home.glob(f"targets/*/{kind}")]:
-        if any(folder.glob(pattern)):
-            return folder
-    return None
+    """Find the toolkit's ``include`` or ``lib`` folder; conda has it under ``targets``."""
+    folders = [home / kind, home / f"{kind}64", *home.glob(f"targets/*/{kind}")]
+    return next((folder for folder in folders if any(folder.glob(pattern))), None)
 
 
 def _output_of(*command: str) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, errors="replace")
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout + done.stderr
-
-
-def _source_dir() -> Path | None:
-    """Return the folder of the native sources; a folder cuda/ may also be NVIDIA's package."""
-    for parent in dict.fromkeys((Path(__file__).parent, Path(__file__).resolve().parent)):
-        for name in ("cuda", "fusedopt_cuda"):
-            if (parent / name / "fusedopt.h").is_file():
-                return parent / name
-    return None
+    with suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=60)
+        return done.stdout + done.stderr
+    return ""
 
 
 def _cuda_archs() -> tuple[str, ...]:
     """Return what kernels are compiled for, as in "90" or "100+PTX"."""
     if listed := os.environ.get("TORCH_CUDA_ARCH_LIST"):
         names = listed.replace(";", " ").split()
-        if wrong := [n for n in names if not re.fullmatch(r"\d+\.\d[a-z]?(\+PTX)?", n)]:
-            raise BuildError(
-                f"TORCH_CUDA_ARCH_LIST={listed}: {wrong[0]!r} is not like 9.0 or 9.0+PTX"
-            )
+        for name in names:
+            if not re.fullmatch(r"\d+\.\d[a-z]?(\+PTX)?", name):
+                raise BuildError(f"TORCH_CUDA_ARCH_LIST: {name!r} is not like 9.0 or 9.0+PTX")
         return tuple(sorted({name.replace(".", "") for name in names}))
     if not torch.cuda.is_available():
-        raise BuildError(
-            "no GPU is visible, so the architecture to compile for is unknown; "
-            "set TORCH_CUDA_ARCH_LIST, for example to 9.0"
-        )
+        raise BuildError("no GPU says what to compile for; set TORCH_CUDA_ARCH_LIST, as in 9.0")
     devices = range(torch.cuda.device_count())
     return tuple(sorted({"{}{}".format(*torch.cuda.get_device_capability(i)) for i in devices}))
 
@@ -243,33 +225,44 @@ def _cuda_archs() -> tuple[str, ...]:
 @functools.cache
 def _cpu_identity() -> str:
     """Return what ``-march=native`` depends on."""
-    try:
-        first = Path("/proc/cpuinfo").read_text(errors="replace").split("\n\n")[0]
-    except OSError:
-        return platform.processor() or platform.machine()
     keep = ("model name", "flags", "Features", "CPU implementer", "CPU part")
-    return "\n".join(line for line in first.splitlines() if line.startswith(keep))
+    with suppress(OSError):
+        first = Path("/proc/cpuinfo").read_text(errors="replace").split("\n\n")[0]
+        return "\n".join(line for line in first.splitlines() if line.startswith(keep))
+    return platform.processor() or platform.machine()
+
+
+def _source_dir() -> Path | None:
+    """Return the folder of the native sources; a folder cuda/ may also be NVIDIA's package."""
+    for parent in (Path(__file__).parent, Path(__file__).resolve().parent):
+        for name in ("cuda", "fusedopt_cuda"):
+            if (parent / name / "fusedopt.h").is_file():
+                return parent / name
+    return None
 
 
 def _cache_dir() -> Path:
     if chosen := os.environ.get("FUSEDOPT_CACHE_DIR"):
         return Path(os.path.abspath(os.path.expanduser(chosen)))
-    if chosen := os.environ.get("TORCH_EXTENSIONS_DIR"):
-        return Path(os.path.abspath(chosen), "fusedopt")
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "fusedopt")
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or os.environ.get("XDG_CACHE_HOME")
+    root = root or os.path.expanduser("~/.cache")
+    # Without a home, "~" stays as it is.
+    return _fallback_dir() if root[0] == "~" else Path(os.path.abspath(root), "fusedopt")
 
 
 def _fallback_dir() -> Path:
     return Path(tempfile.gettempdir(), f"fusedopt-{os.getuid()}")
 
 
-def _is_ours(folder: Path) -> bool:
-    """Say whether only we can have put binaries into ``folder``, which lies in a shared place."""
-    try:
+def _is_trusted(folder: Path) -> bool:
+    """Say whether ``folder`` was named by the user or, in the shared /tmp, can only be ours."""
+    if folder != _fallback_dir():
+        return True
+    with suppress(OSError):
         info = os.lstat(folder)
-    except OSError:
-        return False
-    return stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid() and not info.st_mode & 0o022
+        mode = info.st_mode
+        return stat.S_ISDIR(mode) and info.st_uid == os.getuid() and not mode & 0o022
+    return False
 
 
 def _writable_cache() -> Path:
@@ -282,14 +275,13 @@ def _writable_cache() -> Path:
         except OSError as error:
             reasons.append(f"{folder}: {error.strerror}")
             continue
-        if not reasons:
+        if _is_trusted(folder):
+            if reasons:
+                _warn_once(f"fusedopt cannot write its cache ({reasons[0]}); it uses {folder}")
             return folder
-        if _is_ours(folder):
-            _warn_once(f"fusedopt cannot write its cache ({reasons[0]}); it uses {folder}")
-            return folder
-        reasons.append(f"{folder}: belongs to somebody else")
+        reasons.append(f"{folder}: others can write it")
     raise BuildError(
-        f"no directory to build in ({'; '.join(reasons)}); set FUSEDOPT_CACHE_DIR to a writable one"
+        f"no folder to build in ({'; '.join(reasons)}); set FUSEDOPT_CACHE_DIR to a writable one"
     )
 
 
@@ -304,22 +296,25 @@ def _file_lock(path: Path) -> Iterator[None]:
         except BlockingIOError:
             _log.info("waiting for another build (%s)", path)
             fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError:  # No locks on this file system: at worst the same thing is built twice.
+        except OSError:  # A file system without locks: at worst the same thing is built twice.
             _log.info("no file locks in %s", path.parent)
-        yield
+        try:
+            yield
+        finally:  # Said aloud, since a process forked meanwhile keeps the file open.
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_UN)
 
 
 @contextmanager
 def _plain_names(*paths: Path) -> Iterator[list[str]]:
-    """Give ``paths`` names that need no quotes: torch's build file and nvcc do not quote all."""
+    """Give ``paths`` names that need no quotes: neither torch's build file nor nvcc quotes all."""
     plain = re.compile(r"[A-Za-z0-9_./+@-]+")
     if all(plain.fullmatch(str(path)) for path in paths):
         yield [str(path) for path in paths]
         return
-    roots = [tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm"]
-    usable = (root for root in roots if plain.fullmatch(root) and os.access(root, os.W_OK))
-    with tempfile.TemporaryDirectory(prefix="fusedopt-", dir=next(usable, None)) as links:
-        names = [os.path.join(links, str(i)) for i in range(len(paths))]
+    root = tempfile.gettempdir()
+    with tempfile.TemporaryDirectory(dir=root if plain.fullmatch(root) else "/tmp") as links:
+        names = [f"{links}/{i}" for i in range(len(paths))]
         for path, name in zip(paths, names, strict=True):
             os.symlink(path, name)
         yield names
@@ -327,13 +322,12 @@ def _plain_names(*paths: Path) -> Iterator[list[str]]:
 
 def _is_whole(path: Path) -> bool:
     """Say whether an ELF file reaches to its end; loading a truncated one can kill the process."""
-    with open(path, "rb") as file:
+    with suppress(OSError, struct.error), open(path, "rb") as file:
         head = file.read(64)
-    if len(head) < 64 or head[:4] != b"\x7fELF":
-        return False
-    (table,) = struct.unpack_from("<Q", head, 40)
-    entry_size, entries = struct.unpack_from("<HH", head, 58)
-    return bool(table + entry_size * entries <= path.stat().st_size)
+        (table,) = struct.unpack_from("<Q", head, 40)
+        size, count = struct.unpack_from("<2H", head, 58)
+        return head[:4] == b"\x7fELF" and path.stat().st_size >= table + size * count
+    return False
 
 
 def _torch_builder() -> Any:
@@ -342,16 +336,19 @@ def _torch_builder() -> Any:
     Its CUDA_HOME is a guess that has to be corrected, its memory of names makes a load() after a
     failed one skip the compiler, and neither may be changed under somebody else's build.
     """
-    spec = importlib.util.find_spec("torch.utils.cpp_extension")
-    assert spec is not None
+    original = importlib.util.find_spec("torch.utils.cpp_extension")
+    assert original is not None
     name = "torch.utils.cpp_extension_of_fusedopt"
-    if not _verbose():
-        logging.getLogger(name).setLevel(logging.ERROR)
-    copy = importlib.util.spec_from_file_location(name, spec.origin)
-    assert copy is not None
-    assert copy.loader is not None
-    module = importlib.util.module_from_spec(copy)
-    copy.loader.exec_module(module)
+    logging.getLogger(name).setLevel(logging.INFO if _verbose() else logging.ERROR)
+    return _import_file(name, original.origin)
+
+
+def _import_file(name: str, path: str | Path | None) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     return module
 
 
@@ -359,10 +356,10 @@ def _verbose() -> bool:
     return os.environ.get("FUSEDOPT_VERBOSE", "0") not in ("", "0")
 
 
-@dataclass(frozen=True)
-class _Binary:
+class _Binary(NamedTuple):
     """One shared library: what it is made of, where it lies, how it is built and loaded."""
 
+    folder: Path
     name: str
     backend: str
     sources: tuple[str, ...]
@@ -370,35 +367,40 @@ class _Binary:
     python_module: bool
 
     @classmethod
-    def of_bindings(cls, backend: str) -> _Binary:
-        return cls("bindings", backend, ("bindings.cpp",), (), True)
+    def is_prebuilt(cls, name: str, backend: str, source: str) -> bool:
+        """Say whether a module can be loaded without any tool."""
+        folder = _source_dir() if sys.platform.startswith("linux") else None
+        return bool(folder and cls(folder, name, backend, (source,), (), True).find())
 
-    def _flags(self) -> list[str]:
-        if self.python_module:
-            flags = ["-O2", "-g0", "-fvisibility=hidden"]
+    @property
+    def by_nvcc(self) -> bool:
+        return self.backend == "cuda" and not self.python_module
+
+    def flags(self) -> list[str]:
+        if self.by_nvcc:
+            flags = ["-O3", "-lineinfo", "-std=c++17", "-Xcompiler=-fvisibility=hidden"]
+        elif self.python_module:
+            flags = ["-O2", "-fvisibility=hidden"]
             flags += ["-DFUSEDOPT_CUDA=1"] if self.backend == "cuda" else []
-        elif self.backend == "cuda":
-            flags = ["-O3", "-lineinfo", "-std=c++17"]
         else:
-            flags = ["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp"]
+            flags = ["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math"]
+            flags += ["-fvisibility=hidden"]
         return flags + [shlex.quote(f"-D{define}") for define in self.defines]
 
-    def _archs(self) -> tuple[str, ...]:
-        return _cuda_archs() if self.backend == "cuda" and not self.python_module else ()
+    def archs(self) -> tuple[str, ...]:
+        return _cuda_archs() if self.by_nvcc else ()
 
-    def _stem(self) -> str:
+    def stem(self) -> str:
         """Name the file by all that its content depends on, except architectures (see `find`).
 
         The compiler's version is left out: a machine without one must find what was built.
         """
-        folder = _source_dir()
-        assert folder is not None
-        flags = self._flags()
+        flags = self.flags()
         parts = [torch.__version__, str(torch.version.cuda), *flags, *self.sources]
         parts.append(sysconfig.get_config_var("EXT_SUFFIX") or sys.version)
         parts += [_cpu_identity()] if "-march=native" in flags else []
         digest = hashlib.sha256("\0".join(parts).encode())
-        for path in sorted(folder.iterdir()):
+        for path in sorted(self.folder.iterdir()):
             if path.suffix in (".cu", ".cuh", ".h", ".cpp"):
                 content = path.read_bytes()
                 digest.update(f"\0{path.name}\0{len(content)}\0".encode() + content)
@@ -406,117 +408,106 @@ class _Binary:
 
     def find(self) -> Path | None:
         """Return the finished file if there is one, built for at least our architectures."""
-        folder, stem = _source_dir(), self._stem()
-        assert folder is not None
-        places = [folder / "prebuilt", _cache_dir()]
-        places += [_fallback_dir()] if _is_ours(_fallback_dir()) else []
-        for place in places:
-            for path in sorted(place.glob(f"{stem}*.so")):
-                built_for = path.name[len(stem) : -len(".so")].split(".")[1:]
-                if set(self._archs()) <= set(built_for) and _is_whole(path):
+        stem, archs = self.stem(), set(self.archs())
+        for place in (self.folder / "prebuilt", _cache_dir(), _fallback_dir()):
+            for path in sorted(place.glob(f"{stem}*.so")) if _is_trusted(place) else ():
+                if archs <= set(path.name.split(".")[1:-1]) and _is_whole(path):
                     return path
         return None
 
     def load(self) -> ModuleType | ctypes.CDLL:
-        if _source_dir() is None:
-            raise BuildError(_missing(self.backend))
-        path = self.find() or self._build()
         try:
-            if not self.python_module:
-                return ctypes.CDLL(str(path))
-            spec = importlib.util.spec_from_file_location(path.stem, path)
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-            return module
+            path = self.find() or self.build()
+        except OSError as error:
+            raise BuildError(self.describe(f"cannot be built: {error}")) from error
+        try:
+            if self.python_module:
+                return _import_file(path.stem, path)
+            return ctypes.CDLL(str(path))
         except (ImportError, OSError) as error:
-            text = f"{path} does not load; delete it to build it anew: {error}"
-            raise BuildError(self._describe(text)) from error
+            text = f"does not load; delete {path} to build it anew: {error}"
+            raise BuildError(self.describe(text)) from error
 
-    def _build(self) -> Path:
+    def build(self) -> Path:
         if reason := _missing(self.backend):
-            raise BuildError(self._describe(f"cannot be built: {reason}"))
-        stem, cache = self._stem(), _writable_cache()
+            raise BuildError(self.describe(f"cannot be built: {reason}"))
+        stem, cache = self.stem(), _writable_cache()
         with _file_lock(cache / f"{stem}.lock"):
             if path := self.find():  # Built by somebody else while we waited.
                 return path
             for left_by_killed_build in cache.glob(f"{stem}.build-*"):
                 shutil.rmtree(left_by_killed_build, ignore_errors=True)
-            _log.info("compiling %s for %s in %s", self.name, self.backend, cache)
-            with tempfile.TemporaryDirectory(prefix=f"{stem}.build-", dir=cache) as work:
+            _log.info("compiling %s for %s into %s", self.name, self.backend, cache)
+            with tempfile.TemporaryDirectory(
+                prefix=f"{stem}.build-", dir=cache, ignore_cleanup_errors=True
+            ) as work:
                 try:
-                    built = self._compile(stem, Path(work))
+                    built = self.compile(stem, Path(work))
                 except Exception as error:
                     log = cache / f"{stem}.log"
-                    log.write_text(str(error), errors="surrogateescape")
-                    raise BuildError(self._explain(str(error), log)) from error
-                if self._stem() != stem:
-                    raise BuildError(self._describe("changed while it was compiled; start again"))
-                path = cache / ".".join([stem, *self._archs(), "so"])
+                    log.write_text(str(error), errors="replace")
+                    raise BuildError(self.explain(str(error), log)) from error
+                if self.stem() != stem:
+                    raise BuildError(self.describe("changed while it was compiled; start again"))
+                path = cache / ".".join([stem, *self.archs(), "so"])
                 os.replace(built, path)
         return path
 
-    def _compile(self, stem: str, work: Path) -> Path:
+    def compile(self, stem: str, work: Path) -> Path:
         """Compile into ``work``; nothing else is touched."""
-        folder, home = _source_dir(), _find_cuda_home() if self.backend == "cuda" else None
-        assert folder is not None
-        flags, ldflags = self._flags(), ["-shared", "-Wl,--as-needed"]
-        by_nvcc = self.backend == "cuda" and not self.python_module
+        flags, ldflags, include = self.flags(), ["-shared", "-Wl,--as-needed"], None
+        home = _find_cuda_home() if self.backend == "cuda" else None
         if self.python_module:
             flags.append(f"-DTORCH_EXTENSION_NAME={stem}")
             ldflags.append("-ltorch_python")
-        if "-fopenmp" in flags:
-            ldflags.append("-fopenmp")
-        if home is not None:
-            # pip's toolkit has libcudart.so.13 but not the name the linker looks for.
-            lib = _cuda_dir(home, "lib", "libcudart.so*")
-            if lib is None:
-                raise BuildError(f"no libcudart.so in {home}")
-            os.symlink(min(lib.glob("libcudart.so*")), work / "libcudart.so")
-            ldflags += ["-L.", "-lcudart", "-lc10_cuda"]
-        for arch in self._archs() if by_nvcc else ():
+        for arch in self.archs():
             number, _, ptx = arch.partition("+")
-            code = f"compute_{number}" if ptx else f"sm_{number}"
-            flags.append(f"-gencode=arch=compute_{number},code=[{code},sm_{number}]")
-        with _plain_names(folder, work, home or folder) as (source_name, work_name, home_name):
-            cpp_extension = _torch_builder()
-            cpp_extension.CUDA_HOME = home_name
-            cpp_extension.TORCH_LIB_PATH = shlex.quote(cpp_extension.TORCH_LIB_PATH)
-            include = _cuda_dir(Path(home_name), "include", "cuda_runtime.h") if home else None
-            # "Standalone" compiles without loading, which load() does not do safely from threads.
-            built = cpp_extension.load(
+            codes = ("sm", "compute") if ptx else ("sm",)
+            flags += [f"-gencode=arch=compute_{number},code={code}_{number}" for code in codes]
+        if self.by_nvcc and "CXX" in os.environ and "CC" not in os.environ:
+            flags.append(f"-ccbin={shlex.quote(os.environ['CXX'])}")
+        with _plain_names(self.folder, work, home or work) as (source_name, work_name, home_name):
+            if home is not None:
+                include = _cuda_dir(Path(home_name), "include", "cuda_runtime.h")
+                # pip's toolkit has libcudart.so.13, but not the name that the linker looks for.
+                for place in (home, _pip_dir() / f"cu{_cuda_major()}", _pip_dir() / "cuda_runtime"):
+                    if lib := _cuda_dir(place, "lib", "libcudart.so*"):
+                        os.symlink(min(lib.glob("libcudart.so*")), work / "libcudart.so")
+                        break
+                ldflags += ["-L.", "-lcudart", "-lc10_cuda"]
+            builder = _torch_builder()
+            builder.CUDA_HOME = home_name
+            builder.TORCH_LIB_PATH = shlex.quote(builder.TORCH_LIB_PATH)
+            # "Standalone" compiles without loading, which load() does not do safely in threads.
+            built = builder.load(
                 name=stem,
-                sources=[os.path.join(source_name, source) for source in self.sources],
-                extra_cflags=[] if by_nvcc else flags,
-                extra_cuda_cflags=flags if by_nvcc else [],
+                sources=[f"{source_name}/{source}" for source in self.sources],
+                extra_cflags=None if self.by_nvcc else flags,
+                extra_cuda_cflags=flags,
                 extra_ldflags=ldflags,
                 extra_include_paths=[str(include)] if include else [],
                 build_directory=work_name,
                 verbose=_verbose(),
-                with_cuda=by_nvcc,
+                with_cuda=self.by_nvcc,
                 is_python_module=False,
                 is_standalone=True,
             )
         return work / Path(built).name
 
-    def _describe(self, problem: str) -> str:
+    def describe(self, problem: str) -> str:
         return (
-            f"fusedopt: {self.name} ({self.backend}) of {_source_dir()} {problem}\n"
+            f"fusedopt: {self.name} ({self.backend}) of {self.folder} {problem}\n"
             "FUSEDOPT_BACKEND=torch goes on without kernels."
         )
 
-    def _explain(self, output: str, log: Path) -> str:
+    def explain(self, output: str, log: Path) -> str:
         """Make a message out of what the compilers printed."""
-        lines = [line[:300] for line in output.splitlines() if line.strip()]
+        lines = [line.strip()[:300] for line in output.splitlines() if line.strip()] or [""]
         bad = re.compile(r"error\s*:|fatal\s*:|cannot find|not found|undefined reference|Killed")
-        first = next((line for line in lines if bad.search(line)), lines[0] if lines else "")
-        fixes = [fix for pattern, fix in _FIXES if re.search(pattern, output)]
-        fix = fixes[0] if fixes else "correct the source, or try a newer compiler"
-        last = "\n".join(f"  {line}" for line in lines[-6:])
-        return self._describe(
-            f"did not compile:\n  {first.strip()}\nlast lines:\n{last}\nfull log: {log}\nfix: {fix}"
-        )
+        first = next((line for line in lines if bad.search(line)), lines[0])
+        fix = next(fix for pattern, fix in _FIXES.items() if re.search(pattern, output))
+        parts = ["did not compile:", first, "...", *lines[-6:]]
+        return self.describe("\n  ".join(parts) + f"\nFull log: {log}\nFix: {fix}.")
 
 
 def _load(
@@ -527,22 +518,20 @@ def _load(
     *,
     python_module: bool,
 ) -> ModuleType | ctypes.CDLL:
-    """Return a native binary, built on first use; a failure is remembered like a success.
+    """Return ``sources`` compiled with ``defines`` ("NAME=VALUE"), a failure cached like a success.
 
-    Args:
-        name: What the binary is called in files and messages; an identifier.
-        backend: "cuda" or "cpu".
-        sources: File names in the folder of the native sources.
-        defines: Macros, as in "NAME" or "NAME=VALUE".
-        python_module: A pybind11 module named TORCH_EXTENSION_NAME, else a plain C library.
+    ``python_module``: a pybind11 module named TORCH_EXTENSION_NAME; else a plain C library.
     """
-    binary = _Binary(name, backend, sources, defines, python_module)
+    folder = _source_dir()
+    if folder is None:
+        raise BuildError(_missing(backend))
+    binary = _Binary(folder, name, backend, sources, defines, python_module)
     with _lock:
         future = _loaded.get(binary)
-        if is_ours := future is None:
+        first = future is None
+        if future is None:
             future = _loaded[binary] = Future()
-    assert future is not None
-    if is_ours:
+    if first:
         try:
             future.set_result(binary.load())
         except BaseException as error:
@@ -603,20 +592,24 @@ class _Role(Enum):
     MAXIMUM = auto()  # likewise, but rounded to nearest
 
 
+def _fold_product(x: Tensor, factor: int) -> Tensor:
+    product = x * factor  # 64 bits, of which int64 wraps only the sign
+    return ((product >> 32) ^ product) & _MASK
+
+
 def _hash32(x: Tensor) -> Tensor:
-    """Hash of the low 32 bits of an int64 tensor."""
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK
-    return x ^ (x >> 16)
+    """Hash of an int64 tensor of 32-bit numbers."""
+    return _fold_product(_fold_product(x ^ 0x243F6A88, 0x9E3779B1) ^ 0x85A308D3, 0xC2B2AE3D)
 
 
 def _random(seed: int, step: Tensor, stream: int, numel: int) -> Tensor:
     """Sixteen random bits per element, int32; the same in every backend."""
-    start = torch.tensor(seed & _MASK, device=step.device)
-    key = _hash32((_hash32(start) + step.long()) & _MASK)
+    start = _hash32(torch.tensor(seed & _MASK, device=step.device))
+    key = _hash32((start + step.long()) & _MASK)
     pair = torch.arange((numel + 1) // 2, device=step.device)
-    base = _hash32((key + stream * _SALT) & _MASK) + (pair >> 32) * _SALT
-    bits = _hash32((base + pair) & _MASK)
+    base = _hash32((key + stream // 2 * _SALT) & _MASK) + (pair >> 32) * _SALT
+    draw = _hash32((base + pair) & _MASK)
+    bits = _fold_product(draw, 0xD6E8FEB9) if stream % 2 else draw
     return torch.stack((bits & 0xFFFF, bits >> 16), dim=1).flatten()[:numel].int()
 
 
@@ -660,22 +653,15 @@ _INT_OF = {1: torch.uint8, 2: torch.int16}
 
 
 def _round_stochastic(code: _Code, x: Tensor, random: Tensor) -> Tensor:
-    """Minifloat::stochastic and BF16::stochastic of precision.cuh, on a flat fp32 tensor."""
+    """Minifloat::dither and BF16::stochastic of precision.cuh, on a flat fp32 tensor."""
     if code.top is None:
         bits = (x.view(torch.int32) + random) >> 16
         return bits.to(torch.int16).view(code.dtype).where(~x.isnan(), torch.nan)
-    drop = 23 - code.mantissa
-    offset = (random << (drop - 16)) + (1 << (drop - 17)) if drop > 16 else (random >> 6 << 3) + 4
-    magnitude = x.abs()
-    tiny = 2.0 ** (1 - code.bias)
-    subnormal = magnitude < tiny
-    lifted = torch.where(subnormal, magnitude + tiny, magnitude)
-    bits = ((lifted.view(torch.int32) + offset) >> drop) - ((127 - code.bias) << code.mantissa)
-    bits = torch.where(subnormal, bits - (1 << code.mantissa), bits)
-    width = 8 * code.dtype.itemsize
-    bits = bits | ((x.view(torch.int32) >> 31 & 1) << (width - 1))
-    raw = bits.to(_INT_OF[code.dtype.itemsize]).view(code.dtype)
-    return raw.where(magnitude <= 2.0 ** (code.top + 1), torch.nan)
+    # The middles of equal intervals of [0, 1): a value a few ulp off a code returns to that code.
+    noise = ((random & 0xFFC0) | 0x20 if code.mantissa > 7 else random | 1) * 2.0**-16
+    binade = (x.view(torch.int32) & 0x7F800000).view(torch.float32).clamp(min=2.0 ** (1 - code.bias))
+    step = binade * 2.0**-code.mantissa
+    return ((x / step + noise).floor() * step).to(code.dtype)
 
 
 def _join(half: Tensor, remainder: Tensor) -> Tensor:

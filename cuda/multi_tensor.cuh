@@ -104,17 +104,41 @@ struct Span {
 };
 
 #if defined(__CUDACC__)
+// The widest piece of memory that one instruction moves. A volatile load stays where it is written:
+// before the first use of any value and before every store.
 template <int kBytes>
 struct Piece {
-  using Type = uint4;
+  uint32_t words[4];
+  __device__ __forceinline__ void load(const void* source) {
+    asm volatile("ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "l"(source));
+  }
+  __device__ __forceinline__ void store(void* target) const {
+    __stcs(static_cast<uint4*>(target), make_uint4(words[0], words[1], words[2], words[3]));
+  }
 };
 template <>
 struct Piece<8> {
-  using Type = uint2;
+  uint32_t words[2];
+  __device__ __forceinline__ void load(const void* source) {
+    asm volatile("ld.global.cs.v2.u32 {%0, %1}, [%2];"
+                 : "=r"(words[0]), "=r"(words[1])
+                 : "l"(source));
+  }
+  __device__ __forceinline__ void store(void* target) const {
+    __stcs(static_cast<uint2*>(target), make_uint2(words[0], words[1]));
+  }
 };
 template <>
 struct Piece<4> {
-  using Type = uint32_t;
+  uint32_t words[1];
+  __device__ __forceinline__ void load(const void* source) {
+    asm volatile("ld.global.cs.u32 %0, [%1];" : "=r"(words[0]) : "l"(source));
+  }
+  __device__ __forceinline__ void store(void* target) const {
+    __stcs(static_cast<uint32_t*>(target), words[0]);
+  }
 };
 #endif
 
@@ -123,12 +147,12 @@ FUSEDOPT_HD void load(const void* base, Span span, T (&out)[N]) {
   const T* source = static_cast<const T*>(base) + span.offset;
   if constexpr (kWhole) {
 #ifdef __CUDA_ARCH__
-    using P = typename Piece<sizeof out>::Type;
+    Piece<sizeof out> pieces[sizeof out / sizeof(Piece<sizeof out>)];
     FUSEDOPT_UNROLL
-    for (int i = 0; i < static_cast<int>(sizeof out / sizeof(P)); ++i) {
-      const P piece = __ldcs(reinterpret_cast<const P*>(source) + i);
-      memcpy(reinterpret_cast<char*>(out) + i * sizeof(P), &piece, sizeof piece);
+    for (int i = 0; i < static_cast<int>(sizeof out / sizeof pieces[0]); ++i) {
+      pieces[i].load(reinterpret_cast<const char*>(source) + i * sizeof pieces[0]);
     }
+    memcpy(out, pieces, sizeof out);
 #else
     memcpy(out, source, sizeof out);
 #endif
@@ -143,12 +167,11 @@ FUSEDOPT_HD void store(void* base, Span span, const T (&in)[N]) {
   T* target = static_cast<T*>(base) + span.offset;
   if constexpr (kWhole) {
 #ifdef __CUDA_ARCH__
-    using P = typename Piece<sizeof in>::Type;
+    Piece<sizeof in> pieces[sizeof in / sizeof(Piece<sizeof in>)];
+    memcpy(pieces, in, sizeof in);
     FUSEDOPT_UNROLL
-    for (int i = 0; i < static_cast<int>(sizeof in / sizeof(P)); ++i) {
-      P piece;
-      memcpy(&piece, reinterpret_cast<const char*>(in) + i * sizeof(P), sizeof piece);
-      __stcs(reinterpret_cast<P*>(target) + i, piece);
+    for (int i = 0; i < static_cast<int>(sizeof in / sizeof pieces[0]); ++i) {
+      pieces[i].store(reinterpret_cast<char*>(target) + i * sizeof pieces[0]);
     }
 #else
     memcpy(target, in, sizeof in);
@@ -204,9 +227,18 @@ struct Lanes {
   }
 };
 
+// Bits of the largest finite magnitude among a block's values.
 template <int N>
 FUSEDOPT_HD uint32_t largest_finite(const float (&values)[N]) {
   uint32_t largest = 0;
+#ifdef __CUDA_ARCH__
+  float magnitude = 0;  // fmaxf passes over NaN; the rare infinity takes the slow way below
+  FUSEDOPT_UNROLL
+  for (int i = 0; i < N; ++i) magnitude = fmaxf(magnitude, fabsf(values[i]));
+  largest = Lanes<N>::largest(float_bits(magnitude));
+  if (largest < 0x7f800000u) return largest;
+  largest = 0;
+#endif
   FUSEDOPT_UNROLL
   for (int i = 0; i < N; ++i) {
     const uint32_t bits = float_bits(values[i]) & 0x7fffffffu;
@@ -226,21 +258,24 @@ struct Slice {
   template <bool kWhole>
   FUSEDOPT_HD void load(const void* base, const float* scales, Span span) {
     if constexpr (Stream::kBlockScaled) {
-      scale = kWhole || span.count > 0 ? scales[span.offset / kScaleBlock] : 1;
+      float block[1] = {1};
+      const Span at = {span.offset / kScaleBlock, 1};
+      if (kWhole || span.count > 0) fusedopt::load<kWhole>(scales, at, block);
+      scale = block[0];
     }
     fusedopt::load<kWhole>(base, span, raw);
   }
 
   FUSEDOPT_HD void read(float (&values)[N]) const {
-    FUSEDOPT_UNROLL
-    for (int i = 0; i < N; ++i) values[i] = Stream::decode(raw[i], scale);
+    Stream::decode(raw, scale, values);
   }
 
-  template <bool kWhole>
-  FUSEDOPT_HD void write(void* base, float* scales, Span span, float (&values)[N], Random random) {
+  template <bool kWhole, class Math>
+  FUSEDOPT_HD void write(void* base, float* scales, Span span, float (&values)[N], Random random,
+                         Math (&math)[N]) {
     float inverse = 1;
     FUSEDOPT_UNROLL
-    for (int i = 0; i < N; ++i) values[i] = Stream::prepare(values[i]);
+    for (int i = 0; i < N; ++i) values[i] = Stream::prepare(values[i], math[i]);
     if constexpr (Stream::kBlockScaled) {
       scale = block_scale<typename Stream::Code>(largest_finite(values));
       inverse = Approximate::divide(1, scale);
@@ -248,8 +283,7 @@ struct Slice {
         scales[span.offset / kScaleBlock] = scale;
       }
     }
-    FUSEDOPT_UNROLL
-    for (int i = 0; i < N; ++i) raw[i] = Stream::encode(values[i], inverse, random(i));
+    Stream::encode(values, inverse, random, raw);
     store<kWhole>(base, span, raw);
   }
 };
@@ -260,8 +294,8 @@ struct States {
   template <bool kWhole>
   FUSEDOPT_HD void load(const TensorRow&, Span) {}
   FUSEDOPT_HD void read(float (&)[kMaxStates][N]) const {}
-  template <bool kWhole>
-  FUSEDOPT_HD void write(const TensorRow&, Span, float (&)[kMaxStates][N], uint32_t) {}
+  template <bool kWhole, class Math>
+  FUSEDOPT_HD void write(const TensorRow&, Span, float (&)[kMaxStates][N], uint32_t, Math (&)[N]) {}
 };
 
 template <int N, int kIndex, class Rule, class Code, class... Codes>
@@ -278,12 +312,12 @@ struct States<N, kIndex, Rule, Code, Codes...> {
     first.read(values[kIndex]);
     rest.read(values);
   }
-  template <bool kWhole>
+  template <bool kWhole, class Math>
   FUSEDOPT_HD void write(const TensorRow& row, Span span, float (&values)[kMaxStates][N],
-                         uint32_t key) {
+                         uint32_t key, Math (&math)[N]) {
     first.template write<kWhole>(row.states[kIndex], row.state_scales[kIndex], span, values[kIndex],
-                                 Random(key, kIndex, span.offset));
-    rest.template write<kWhole>(row, span, values, key);
+                                 Random(key, kIndex, span.offset), math);
+    rest.template write<kWhole>(row, span, values, key, math);
   }
 };
 
@@ -302,17 +336,21 @@ struct Weight {
   template <bool kWhole>
   FUSEDOPT_HD void write(const TensorRow& row, Span span, float (&values)[N], uint32_t key) {
     typename P::Storage raw[N];
-    float scale = 1;
     if constexpr (sizeof(typename P::Storage) == 1) {  // fp8: one delayed scale per tensor
-      scale = *row.fp8_scale;
+      const float scale = *row.fp8_scale;
       const uint32_t amax = largest_finite(values);
       if (Lanes<N>::is_first()) Lanes<N>::raise(row.fp8_amax, amax);
+      float scaled[N];
+      FUSEDOPT_UNROLL
+      for (int i = 0; i < N; ++i) scaled[i] = values[i] * scale;
+      encode_nearest<P>(scaled, raw);
+    } else {
+      encode_nearest<P>(values, raw);
     }
-    FUSEDOPT_UNROLL
-    for (int i = 0; i < N; ++i) raw[i] = P::nearest(values[i] * scale);
     store<kWhole>(row.param, span, raw);
+    Exact no_roots[N];
     master.template write<kWhole>(row.master, row.master_scale, span, values,
-                                  Random(key, kWeightStream, span.offset));
+                                  Random(key, kWeightStream, span.offset), no_roots);
   }
 };
 
@@ -325,19 +363,16 @@ struct Weight<P, kStochastic, None, N> {
     fusedopt::load<kWhole>(row.param, span, raw);
   }
   FUSEDOPT_HD void read(float (&values)[N]) const {
-    FUSEDOPT_UNROLL
-    for (int i = 0; i < N; ++i) values[i] = P::decode(raw[i]);
+    decode<P>(raw, values);
   }
   template <bool kWhole>
   FUSEDOPT_HD void write(const TensorRow& row, Span span, float (&values)[N], uint32_t key) {
-    const Random random(key, kWeightStream, span.offset);
-    FUSEDOPT_UNROLL
-    for (int i = 0; i < N; ++i) {
-      if constexpr (kStochastic) {
-        raw[i] = P::stochastic(values[i], random(i));
-      } else {
-        raw[i] = P::nearest(values[i]);
-      }
+    if constexpr (kStochastic) {
+      const Random random(key, kWeightStream, span.offset);
+      FUSEDOPT_UNROLL
+      for (int i = 0; i < N; ++i) raw[i] = P::stochastic(values[i], random(i));
+    } else {
+      encode_nearest<P>(values, raw);
     }
     store<kWhole>(row.param, span, raw);
   }
@@ -406,18 +441,19 @@ FUSEDOPT_HD void update_slice(const TensorRow& row, const Ready<typename S::Rule
   load<kWhole>(ready.grad, span, raw_grad);
   states.template load<kWhole>(row, span);
 
-  float values[N];
+  float values[N], grad[N];
   float state[kMaxStates][N] = {};
+  Math math[N];
   weight.read(values);
+  decode<Grad>(raw_grad, grad);
   states.read(state);
   FUSEDOPT_UNROLL
   for (int i = 0; i < N; ++i) {
     float own[kMaxStates] = {state[0][i], state[1][i], state[2][i]};
-    const float grad = Grad::decode(raw_grad[i]) * ready.grad_factor;
-    ready.rule.template apply<Math, S::kStates>(values[i], grad, own);
+    ready.rule.template apply<S::kStates>(values[i], grad[i] * ready.grad_factor, own, math[i]);
     for (int n = 0; n < S::kStates; ++n) state[n][i] = own[n];
   }
-  states.template write<kWhole>(row, span, state, ready.key);
+  states.template write<kWhole>(row, span, state, ready.key, math);
   weight.template write<kWhole>(row, span, values, ready.key);
 }
 
@@ -458,8 +494,8 @@ __global__ void __launch_bounds__(Layout<S>::kThreads) update_kernel(const Updat
   using Rule = typename S::Rule;
   constexpr int64_t kTile = Layout<S>::kThreads * Layout<S>::kElements;
   const int tensor = args.tiles[blockIdx.x];
-  const auto& ready = static_cast<const Ready<Rule>*>(args.ready)[tensor];
-  const TensorRow& row = args.rows[tensor];
+  const Ready<Rule> ready = static_cast<const Ready<Rule>*>(args.ready)[tensor];  // copied: no store
+  const TensorRow row = args.rows[tensor];                                        // can change them
   if (!ready.grad) return;
   const int64_t begin = (static_cast<int64_t>(blockIdx.x) - row.first_tile) * kTile;
   update_tile<S, Layout<S>::kElements>(row, ready, begin, kTile,

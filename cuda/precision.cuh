@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <type_traits>
 
 #include "fusedopt.h"
 
@@ -34,23 +35,33 @@ FUSEDOPT_HD float larger_or_nan(float a, float b) { return b > a || b != b ? b :
 // Math of a signature: IEEE where it is free; approximate (1 to 2 ulp) where block-scaled streams
 // make arithmetic the bottleneck on CUDA.
 struct Exact {
-  static FUSEDOPT_HD float sqrt(float x) { return ::sqrtf(x); }
+  FUSEDOPT_HD float sqrt(float x) { return ::sqrtf(x); }
   static FUSEDOPT_HD float divide(float a, float b) { return a / b; }
 };
 
 struct Approximate {
-  static FUSEDOPT_HD float sqrt(float x) {
+  // The last root: a rule takes that of the second moment, and so does writing it. The comparison
+  // is of one value with itself there, so the compiler drops it and the second root.
+  float argument, root;
+  bool known = false;
+
+  FUSEDOPT_HD float sqrt(float x) {
+    if (known && float_bits(x) == float_bits(argument)) return root;
+    known = true;
+    argument = x;
 #ifdef __CUDA_ARCH__
-    float root;
     asm("sqrt.approx.f32 %0, %1;" : "=f"(root) : "f"(x));
-    return root;
 #else
-    return ::sqrtf(x);
+    root = ::sqrtf(x);
 #endif
+    return root;
   }
+
   static FUSEDOPT_HD float divide(float a, float b) {
 #ifdef __CUDA_ARCH__
-    return __fdividef(a, b);
+    float inverse;  // b is a sum with eps or a block's scale: not subnormal where it matters
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(b));
+    return a * inverse;
 #else
     return a / b;
 #endif
@@ -58,33 +69,45 @@ struct Approximate {
 };
 
 // ---- random bits -----------------------------------------------------------------------------
-// A counter-based hash: the same bits in every backend, replay, resume and replica.
+// A counter-based hash: the same bits in every backend, replay, resume and replica. Its step folds
+// the halves of a 32 x 32 -> 64 bit product, two instructions.
 
-FUSEDOPT_HD uint32_t hash32(uint32_t x) {
-  x = (x ^ (x >> 16)) * 0x7feb352du;
-  x = (x ^ (x >> 15)) * 0x846ca68bu;
-  return x ^ (x >> 16);
+FUSEDOPT_HD uint32_t fold_product(uint32_t x, uint32_t factor) {
+  const uint64_t product = uint64_t{x} * factor;
+  return static_cast<uint32_t>(product >> 32) ^ static_cast<uint32_t>(product);
 }
 
-constexpr uint32_t kStreamSalt = 0x9e3779b9u;  // stream n of an update draws from key + n * salt
+FUSEDOPT_HD uint32_t hash32(uint32_t x) {
+  x = fold_product(x ^ 0x243f6a88u, 0x9e3779b1u);
+  return fold_product(x ^ 0x85a308d3u, 0xc2b2ae3du);
+}
+
+constexpr uint32_t kStreamSalt = 0x9e3779b9u;
 
 FUSEDOPT_HD uint32_t step_key(uint32_t seed, float step) {
   return hash32(hash32(seed) + static_cast<uint32_t>(step));
 }
 
-// 16 random bits per element, one hash for two neighbours. `offset` is even.
+// 16 random bits per element; one draw serves two neighbours in two streams. `offset` is even.
 struct Random {
   uint32_t base;
+  uint32_t stream;
   FUSEDOPT_HD Random(uint32_t key, uint32_t stream, int64_t offset)
-      : base(hash32(key + stream * kStreamSalt) + static_cast<uint32_t>(offset >> 1) +
-             static_cast<uint32_t>(offset >> 33) * kStreamSalt) {}
+      : base(hash32(key + stream / 2 * kStreamSalt) + static_cast<uint32_t>(offset >> 1) +
+             static_cast<uint32_t>(offset >> 33) * kStreamSalt),
+        stream(stream) {}
+  FUSEDOPT_HD uint32_t pair(int i) const {  // of elements 2 * i (low half) and 2 * i + 1
+    const uint32_t draw = hash32(base + static_cast<uint32_t>(i));
+    return stream % 2 ? fold_product(draw, 0xd6e8feb9u) : draw;
+  }
   FUSEDOPT_HD uint32_t operator()(int i) const {
-    const uint32_t pair = hash32(base + static_cast<uint32_t>(i >> 1));
-    return i % 2 ? pair >> 16 : pair & 0xffffu;
+    return i % 2 ? pair(i / 2) >> 16 : pair(i / 2) & 0xffffu;
   }
 };
 
 // ---- codes: how one number is written ------------------------------------------------------------
+// decode and encode work on N numbers, because instructions that convert do so in pairs. A code
+// gives both for one number; where the hardware has an instruction, for a pair.
 
 struct F32 {
   using Storage = float;
@@ -108,7 +131,7 @@ struct BF16 {
 
  private:
   static FUSEDOPT_HD uint16_t pick(float x, uint32_t rounded) {
-    return x == x ? static_cast<uint16_t>(rounded >> 16) : 0x7fc0;
+    return x == x ? static_cast<uint16_t>(rounded >> 16) : 0x7fff;
   }
 };
 
@@ -121,6 +144,8 @@ struct Minifloat {
   using Storage = S;
   static constexpr bool kBlockScaled = true;
   static constexpr int kTop = kTopExponent;
+  static constexpr int kMantissaBits = kMantissa;
+  static constexpr int kSmallestNormal = 1 - kBias;
 
   static FUSEDOPT_HD float decode(S code) {
     const uint32_t magnitude = code & kMagnitude;
@@ -130,33 +155,47 @@ struct Minifloat {
     return bits_float(float_bits(x) | (uint32_t{code} & kSign) << (32 - kBits));
   }
 
-  // |x| is at most 2^kTop here; what is not finite becomes NaN. Half a step of the random bits is
-  // added so that a value a few ulp of fp32 off a code always returns to it.
-  static FUSEDOPT_HD S stochastic(float x, uint32_t random) {
-    const uint32_t offset = kDrop > 16 ? (random << (kDrop > 16 ? kDrop - 16 : 0)) + kHalf
-                                       : (random >> (kDrop > 16 ? 0 : 19 - kDrop) << 3) + 4;
-    const float magnitude = fabsf(x);
-    const bool subnormal = magnitude < power_of_two(1 - kBias);
-    // One added binade puts subnormals on the grid of the smallest normal numbers.
-    const float lifted = subnormal ? magnitude + power_of_two(1 - kBias) : magnitude;
-    uint32_t code = ((float_bits(lifted) + offset) >> kDrop) - (uint32_t{127 - kBias} << kMantissa);
-    if (subnormal) code -= 1u << kMantissa;
-    if (!(magnitude <= power_of_two(kTop + 1))) code = kNan;
-    return static_cast<S>(code | sign(x));
-  }
-
   static FUSEDOPT_HD S nearest(float x) {
     const float magnitude = fabsf(x);
     const uint32_t bits = float_bits(magnitude);
     uint32_t code = ((bits + (1u << (kDrop - 1)) - 1 + ((bits >> kDrop) & 1)) >> kDrop) -
                     (uint32_t{127 - kBias} << kMantissa);
-    if (magnitude < power_of_two(1 - kBias)) {
-      code = static_cast<uint32_t>(rintf(magnitude * power_of_two(kBias - 1 + kMantissa)));
+    if (magnitude < power_of_two(kSmallestNormal)) {
+      code = static_cast<uint32_t>(rintf(magnitude * power_of_two(kMantissa - kSmallestNormal)));
     } else if (code > kLargest) {
       code = sizeof(S) == 1 ? kLargest : kInfinity;
     }
     if (x != x) code = kNan;
-    return static_cast<S>(code | sign(x));
+    return static_cast<S>(code | float_bits(x) >> 31 << (kBits - 1));
+  }
+
+  static FUSEDOPT_HD S stochastic(float x, uint32_t random) { return nearest(dither(x, random)); }
+
+  // A number of this format next to x, the upper with the probability of x's distance to the lower.
+  // The random bits leave out the ends of [0, 1), so that a value a few ulp of fp32 off a number of
+  // this format always returns to it.
+  static FUSEDOPT_HD float dither(float x, uint32_t random) {
+    const uint32_t tiny = float_bits(power_of_two(kSmallestNormal));
+    const uint32_t exponent = float_bits(x) & 0x7f800000u;
+    const float binade = bits_float(exponent > tiny ? exponent : tiny);
+    // random / 65536 steps of this format: 2^23 + random is a float whose last bits are random.
+    const float noise = bits_float(0x4b000000u | random) * power_of_two(-16 - kMantissa) -
+                        power_of_two(7 - kMantissa);
+#ifdef __CUDA_ARCH__
+    // A number this large has no bits below the format's last one: adding it, rounded down, is floor.
+    constexpr float kFloor = 1.5f * (1 << (23 - kMantissa));
+    const float raised = __fmaf_rn(noise, binade, x);
+    return __fmaf_rn(binade, -kFloor, __fmaf_rz(binade, kFloor, raised));
+#else
+    const float per_step = bits_float((254u << 23) - float_bits(binade)) * power_of_two(kMantissa);
+    const float steps = floorf(x * per_step + noise * power_of_two(kMantissa));
+    return steps * (binade * power_of_two(-kMantissa));
+#endif
+  }
+
+  // What dither may draw from 16 random bits, for two numbers: the middles of equal intervals.
+  static FUSEDOPT_HD uint32_t centered(uint32_t pair) {
+    return kMantissa > 7 ? (pair & 0xffc0ffc0u) | 0x00200020u : pair | 0x00010001u;
   }
 
  private:
@@ -164,20 +203,98 @@ struct Minifloat {
   static constexpr int kDrop = 23 - kMantissa;
   static constexpr uint32_t kSign = 1u << (kBits - 1);
   static constexpr uint32_t kMagnitude = kSign - 1;
-  static constexpr uint32_t kHalf = kDrop > 16 ? 1u << (kDrop > 16 ? kDrop - 17 : 0) : 0;
-  static FUSEDOPT_HD uint32_t sign(float x) {
-    return float_bits(x) >> 31 << (kBits - 1);
-  }
 };
 
 using F16 = Minifloat<uint16_t, 10, 15, 14, 0x7bff, 0x7c00, 0x7e00>;
 using E4M3 = Minifloat<uint8_t, 3, 7, 8, 0x7e, 0xff, 0x7f>;  // has no infinity
 using E5M2 = Minifloat<uint8_t, 2, 15, 14, 0x7b, 0x7c, 0x7f>;
 
+// N numbers at once: on CUDA by pairs, as the converting instructions do.
+template <class Code, int N>
+FUSEDOPT_HD void decode(const typename Code::Storage (&raw)[N], float (&values)[N]) {
+#ifdef __CUDA_ARCH__
+  constexpr bool kFp8 = std::is_same_v<Code, E4M3> || std::is_same_v<Code, E5M2>;
+  constexpr bool kHardware = std::is_same_v<Code, BF16> || std::is_same_v<Code, F16> ||
+                             (kFp8 && __CUDA_ARCH__ >= 890);
+#else
+  constexpr bool kHardware = false;
+#endif
+  if constexpr (!kHardware) {
+    FUSEDOPT_UNROLL
+    for (int i = 0; i < N; ++i) values[i] = Code::decode(raw[i]);
+  } else {
+#ifdef __CUDA_ARCH__
+    uint32_t words[sizeof raw / 4];
+    memcpy(words, raw, sizeof raw);
+    FUSEDOPT_UNROLL
+    for (int i = 0; i < N; i += 2) {
+      uint32_t pair = words[i * sizeof raw[0] / 4];
+      if constexpr (kFp8) {
+        const uint16_t codes = static_cast<uint16_t>(i % 4 ? pair >> 16 : pair);
+        if constexpr (std::is_same_v<Code, E4M3>) {
+          asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(codes));
+        } else {
+          asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(pair) : "h"(codes));
+        }
+      }
+      if constexpr (std::is_same_v<Code, BF16>) {
+        values[i] = bits_float(pair << 16);
+        values[i + 1] = bits_float(pair & 0xffff0000u);
+      } else {
+        asm("{.reg .b16 low, high; mov.b32 {low, high}, %2;\n\t"
+            "cvt.f32.f16 %0, low; cvt.f32.f16 %1, high;}"
+            : "=f"(values[i]), "=f"(values[i + 1])
+            : "r"(pair));
+      }
+    }
+#endif
+  }
+}
+
+template <class Code, int N>
+FUSEDOPT_HD void encode_nearest(const float (&values)[N], typename Code::Storage (&raw)[N]) {
+#ifdef __CUDA_ARCH__
+  constexpr bool kFp8 = std::is_same_v<Code, E4M3> || std::is_same_v<Code, E5M2>;
+  constexpr bool kHalf = std::is_same_v<Code, BF16> || std::is_same_v<Code, F16>;
+  constexpr bool kHardware = (kHalf && __CUDA_ARCH__ >= 800) || (kFp8 && __CUDA_ARCH__ >= 890);
+#else
+  constexpr bool kHardware = false;
+#endif
+  if constexpr (!kHardware) {
+    FUSEDOPT_UNROLL
+    for (int i = 0; i < N; ++i) raw[i] = Code::nearest(values[i]);
+  } else {
+#ifdef __CUDA_ARCH__
+    FUSEDOPT_UNROLL
+    for (int i = 0; i < N; i += 2) {
+      uint32_t pair;
+      uint16_t codes;
+      if constexpr (std::is_same_v<Code, BF16>) {
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(values[i + 1]), "f"(values[i]));
+      } else if constexpr (std::is_same_v<Code, F16>) {
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(values[i + 1]), "f"(values[i]));
+      } else if constexpr (std::is_same_v<Code, E4M3>) {
+        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"
+            : "=h"(codes)
+            : "f"(values[i + 1]), "f"(values[i]));
+      } else {
+        asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;"
+            : "=h"(codes)
+            : "f"(values[i + 1]), "f"(values[i]));
+      }
+      if constexpr (kFp8) {
+        memcpy(&raw[i], &codes, sizeof codes);
+      } else {
+        memcpy(&raw[i], &pair, sizeof pair);
+      }
+    }
+#endif
+  }
+}
+
 // ---- streams: how a tensor of numbers is kept ---------------------------------------------------
 
-// Shared by the lanes that hold one block of kScaleBlock elements: the largest finite magnitude, as
-// bits, becomes the block's scale.
+// The scale of a block whose largest finite magnitude is given, as bits.
 template <class Code>
 FUSEDOPT_HD float block_scale(uint32_t largest_bits) {
   if (largest_bits == 0) return 1;
@@ -191,23 +308,57 @@ struct Stream {
   using Storage = typename Code::Storage;
   static constexpr bool kBlockScaled = Code::kBlockScaled;
   static constexpr bool kRoot = kBlockScaled && kRole != Role::kMoment;
+  static constexpr bool kKeepsNonzero = kRole != Role::kMoment && sizeof(Storage) < sizeof(float);
 
-  static FUSEDOPT_HD float decode(Storage raw, float scale) {
-    if constexpr (!kBlockScaled) return Code::decode(raw);
-    const float x = Code::decode(raw) * scale;
-    return kRoot ? x * x : x;
+  template <int N>
+  static FUSEDOPT_HD void decode(const Storage (&raw)[N], float scale, float (&values)[N]) {
+    fusedopt::decode<Code>(raw, values);
+    if constexpr (kBlockScaled) {
+      FUSEDOPT_UNROLL
+      for (int i = 0; i < N; ++i) {
+        values[i] *= scale;
+        if constexpr (kRoot) values[i] *= values[i];
+      }
+    }
   }
 
-  // From the value to what is written: the second half of encode, after its scale is known.
-  static FUSEDOPT_HD float prepare(float x) { return kRoot ? Approximate::sqrt(x) : x; }
+  // First half of encoding: what the block's scale is taken from.
+  template <class Math>
+  static FUSEDOPT_HD float prepare(float x, Math& math) {
+    return kRoot ? math.sqrt(x) : x;
+  }
 
-  static FUSEDOPT_HD Storage encode(float prepared, float inverse_scale, uint32_t random) {
-    const float x = kBlockScaled ? prepared * inverse_scale : prepared;
-    Storage raw = kRole == Role::kMaximum ? Code::nearest(x) : Code::stochastic(x, random);
-    if constexpr (kRole != Role::kMoment && sizeof(Storage) < sizeof(float)) {
-      if (raw == 0 && prepared > 0) raw = 1;
+  // Second half, of prepared values; they are overwritten.
+  template <int N>
+  static FUSEDOPT_HD void encode(float (&values)[N], float inverse_scale, Random random,
+                                 Storage (&raw)[N]) {
+    if constexpr (kBlockScaled) {
+      constexpr float kSmallest = 1.0f / (1 << (Code::kMantissaBits - Code::kSmallestNormal));
+      FUSEDOPT_UNROLL
+      for (int i = 0; i < N; ++i) {
+        const float x = values[i] * inverse_scale;
+        values[i] = x;
+        if constexpr (kRole != Role::kMaximum) {
+          const uint32_t pair = Code::centered(random.pair(i / 2));
+          values[i] = Code::dither(x, i % 2 ? pair >> 16 : pair & 0xffffu);
+        }
+        if constexpr (kKeepsNonzero) {
+          if (x > 0) values[i] = fmaxf(values[i], kSmallest);
+        }
+      }
+      encode_nearest<Code>(values, raw);
+    } else if constexpr (kRole == Role::kMaximum) {
+      encode_nearest<Code>(values, raw);
+    } else {
+      FUSEDOPT_UNROLL
+      for (int i = 0; i < N; ++i) raw[i] = Code::stochastic(values[i], random(i));
     }
-    return raw;
+    if constexpr (kKeepsNonzero && !kBlockScaled) {
+      FUSEDOPT_UNROLL
+      for (int i = 0; i < N; ++i) {
+        if (raw[i] == 0 && values[i] > 0) raw[i] = 1;
+      }
+    }
   }
 };
 

@@ -35,8 +35,8 @@ struct Adam {
     eps = static_cast<float>(group.eps);
   }
 
-  template <class Math, int kStates>
-  FUSEDOPT_HD void apply(float& param, float grad, float (&state)[kMaxStates]) const {
+  template <int kStates, class Math>
+  FUSEDOPT_HD void apply(float& param, float grad, float (&state)[kMaxStates], Math& math) const {
     float& exp_avg = state[0];
     float& exp_avg_sq = state[1];
     param = decay == 0 ? param : param - decay * param;  // 0 * inf would be nan
@@ -45,8 +45,8 @@ struct Adam {
     exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * grad * grad;
     float second = exp_avg_sq;
     if constexpr (kStates == 3) second = state[2] = larger_or_nan(state[2], exp_avg_sq);
-    const float denominator = Math::sqrt(second) * inv_sqrt_correction2 + eps;
-    param = param - Math::divide(step_size * exp_avg, denominator);
+    const float denominator = math.sqrt(second) * inv_sqrt_correction2 + eps;
+    param = param - math.divide(step_size * exp_avg, denominator);
   }
 };
 
