@@ -37,19 +37,23 @@ import sysconfig
 import tempfile
 import threading
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from enum import Enum, auto
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import ParamsT
 
-__all__ = ["BuildError", "FusedAdam", "FusedOptWarning"]
+__all__ = ["BuildError", "FusedAdam", "FusedOptWarning", "fp8_dequantize", "fp8_parameter"]
 
 # ==================================================================================================
 # Building the extension
@@ -576,6 +580,8 @@ _DTYPE_NAMES: dict[Any, torch.dtype] = {
     None: torch.float32,
 }
 _PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SCALING = ("fp8_scale", "fp8_amax", "fp8_scale_inv")
+_FP8_LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 _REMAINDERS = {torch.int16: "Remainder16", torch.int8: "Remainder8"}
 _BLOCK = 256  # elements that share one scale, kScaleBlock in C++
 _SMALL = 4096  # tensors of fewer elements keep fp32 states whatever was asked
@@ -600,6 +606,9 @@ def _fold_product(x: Tensor, factor: int) -> Tensor:
 def _hash32(x: Tensor) -> Tensor:
     """Hash of an int64 tensor of 32-bit numbers."""
     return _fold_product(_fold_product(x ^ 0x243F6A88, 0x9E3779B1) ^ 0x85A308D3, 0xC2B2AE3D)
+
+
+_Noise = Callable[[int], Tensor]  # number of elements -> their random bits
 
 
 def _random(seed: int, step: Tensor, stream: int, numel: int) -> Tensor:
@@ -629,7 +638,7 @@ def _decode(code: _Code, role: _Role, raw: Tensor, scale: Tensor | None) -> Tens
 
 
 def _encode(
-    code: _Code, role: _Role, values: Tensor, random: Tensor
+    code: _Code, role: _Role, values: Tensor, noise: _Noise
 ) -> tuple[Tensor, Tensor | None]:
     """Flat stored tensor of flat fp32 values, and the block scales if it has any."""
     scale = None
@@ -642,7 +651,10 @@ def _encode(
         x = (blocks * (1 / scale)[:, None]).flatten()[: values.numel()]
     if code.dtype is torch.float32:
         return x, scale
-    raw = x.to(code.dtype) if role is _Role.MAXIMUM else _round_stochastic(code, x, random)
+    if role is _Role.MAXIMUM:
+        raw = x.to(code.dtype)
+    else:
+        raw = _round_stochastic(code, x, noise(x.numel()))
     if role is not _Role.MOMENT:
         smallest = torch.ones_like(raw.view(_INT_OF[raw.element_size()])).view(raw.dtype)
         raw = torch.where((raw.float() == 0) & (values > 0), smallest, raw)
@@ -671,11 +683,13 @@ def _join(half: Tensor, remainder: Tensor) -> Tensor:
     return bits.view(torch.float32)
 
 
-def _split(values: Tensor, dtype: torch.dtype, random: Tensor) -> tuple[Tensor, Tensor]:
+def _split(values: Tensor, dtype: torch.dtype, noise: _Noise) -> tuple[Tensor, Tensor]:
     """A flat fp32 tensor as bf16, rounded to nearest (ties away from zero), and what is missing."""
     missing = 16 - 8 * dtype.itemsize
     bits = values.view(torch.int32)
-    bits = torch.where(values.isfinite(), bits + (random & ((1 << missing) - 1)), bits)
+    if missing:
+        dither = noise(values.numel()) & ((1 << missing) - 1)
+        bits = torch.where(values.isfinite(), bits + dither, bits)
     bits = bits.where(~values.isnan(), 0x7FC00000)
     half = (bits + 0x8000) >> 16
     remainder = (bits - (half << 16)) >> missing
@@ -713,6 +727,93 @@ def _as_code(dtype: Any, option: str) -> torch.dtype:
             f"{option} must be None, one of {names}, or the torch.dtype of one of them, "
             f"got {dtype!r}"
         ) from None
+
+
+def _unscaled(stored: Tensor, scale: Tensor | None, role: _Role) -> Tensor:
+    """The fp32 values of a stored dense tensor, in its shape and layout."""
+    values = torch.empty_like(stored, dtype=torch.float32)
+    code = _CODES.get(stored.dtype, _F32)
+    if scale is None:  # a plain tensor, also of another library
+        return values.copy_(stored)
+    _flat(values).copy_(_decode(code, role, _flat(stored), scale))
+    return values
+
+
+class _Packed(NamedTuple):
+    """An fp8 tensor as bytes: pickle alone, unlike torch.save, cannot read fp8 back."""
+
+    data: Tensor
+    dtype: torch.dtype
+
+
+def _pack(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.dtype in _FP8_LARGEST:
+        return _Packed(value.view(torch.uint8), value.dtype)
+    return value
+
+
+def _unpack(value: Any) -> Any:
+    return value.data.view(value.dtype) if isinstance(value, _Packed) else value
+
+
+# ---- FP8 parameters ------------------------------------------------------------------------------
+
+
+class _Weight(NamedTuple):
+    """The tensor that holds a parameter's numbers, and its delayed scaling if that is fp8."""
+
+    data: Tensor
+    scaling: tuple[Tensor, Tensor, Tensor] | None = None  # scale, amax, scale_inv: one number each
+    largest: float = 0.0  # of the dtype, where choosing the scale is ours
+
+
+def _weight_of(param: Tensor) -> _Weight:
+    """Where the numbers of a parameter lie."""
+    quantizer = getattr(param, "_quantizer", None)
+    if quantizer is not None and hasattr(param, "_scale_inv"):  # TransformerEngine's Float8Tensor
+        dtype = torch.float8_e5m2 if "E5M2" in str(param._fp8_dtype) else torch.float8_e4m3fn  # type: ignore[attr-defined]
+        data = param._data.view(dtype)  # type: ignore[attr-defined]
+        return _Weight(data, (quantizer.scale, quantizer.amax, param._scale_inv))  # type: ignore[attr-defined]
+    if param.dtype in _FP8_LARGEST and hasattr(param, "fp8_scale"):
+        scaling = (param.fp8_scale, param.fp8_amax, param.fp8_scale_inv)  # type: ignore[attr-defined]
+        return _Weight(param, scaling, _FP8_LARGEST[param.dtype])
+    return _Weight(param)
+
+
+@torch.no_grad()
+def fp8_parameter(
+    tensor: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
+) -> torch.nn.Parameter:
+    """An fp8 parameter with per-tensor delayed scaling, for use with a master weight.
+
+    Beside the stored numbers it carries three 0-dim fp32 tensors: `fp8_scale` (stored = value *
+    scale), `fp8_amax` (largest magnitude of the value at the last step) and `fp8_scale_inv`, the
+    factor that torch._scaled_mm wants. Each step takes its scale from the amax of the step before.
+
+    Args:
+        tensor: values of any float dtype and shape, finite.
+        dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+
+    Returns:
+        A parameter of that dtype and of the tensor's shape and device.
+
+    Raises:
+        ValueError: another dtype.
+    """
+    if dtype not in _FP8_LARGEST:
+        allowed = ", ".join(str(allowed) for allowed in _FP8_LARGEST)
+        raise ValueError(f"dtype must be one of {allowed}, got {dtype}")
+    values = tensor.detach().float()
+    amax = values.abs().amax() if values.numel() else values.new_zeros(())
+    scale = torch.where(amax > 0, _FP8_LARGEST[dtype] / amax, 1.0)
+    param = torch.nn.Parameter((values * scale).to(dtype))
+    param.fp8_scale, param.fp8_amax, param.fp8_scale_inv = scale, amax, 1 / scale  # type: ignore[attr-defined]
+    return param
+
+
+def fp8_dequantize(param: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The values of a parameter made by fp8_parameter, in another dtype, for a forward pass."""
+    return (param.detach().float() * param.fp8_scale_inv).to(dtype)  # type: ignore[attr-defined]
 
 
 # ---- A plan: what the kernels need to know, made once per set of tensors -----------------------
@@ -833,10 +934,11 @@ class _TorchPlan:
         found_inf: Tensor | None,
     ) -> None:
         state, form, seed = self.optimizer.state[param], self.forms[param], self.optimizer._seed
+        place = _weight_of(param)
         step = state["step"] + 1
         writes = [(state["step"], step)]
-        if _layout(grad) != _layout(param):
-            grad = torch.empty_like(param, dtype=grad.dtype).copy_(grad)
+        if _layout(grad) != _layout(place.data):
+            grad = torch.empty_like(place.data, dtype=grad.dtype).copy_(grad)
         flat_grad = _flat(grad).float() * (1.0 if grad_scale is None else 1 / grad_scale)
         if group["maximize"]:
             flat_grad = -flat_grad
@@ -845,44 +947,73 @@ class _TorchPlan:
             for name, code, role in form.states
         ]
         weight, values = self.optimizer._update(
-            _read_weight(param, form, state), flat_grad, values, group, step.double()
+            _read_weight(place, form, state), flat_grad, values, group, step.double()
         )
         for stream, ((name, code, role), value) in enumerate(zip(form.states, values)):
-            raw, scale = _encode(code, role, value, _random(seed, step, stream, value.numel()))
+            raw, scale = _encode(code, role, value, partial(_random, seed, step, stream))
             writes.append((_flat(state[name]), raw))
             if scale is not None:
                 writes.append((state[f"{name}_scale"], scale))
-        random = _random(seed, step, _WEIGHT_STREAM, weight.numel())
-        writes += _write_weight(param, form, state, weight, random)
+        noise = partial(_random, seed, step, _WEIGHT_STREAM)
+        writes += _write_weight(place, form, state, weight, noise)
         for target, value in writes:
             target.copy_(value if found_inf is None else torch.where(found_inf != 0, target, value))
 
 
-def _read_weight(param: Tensor, form: _Form, state: dict[str, Tensor]) -> Tensor:
+def _read_weight(place: _Weight, form: _Form, state: dict[str, Tensor]) -> Tensor:
     """The fp32 weight that the update starts from, flat."""
-    if form.master is None:
-        return _flat(param).float()
+    if form.master is None or "master_param" not in state:
+        flat = _flat(place.data).float()
+        return flat if place.scaling is None else flat * place.scaling[2]
     master = _flat(state["master_param"])
     if isinstance(form.master, torch.dtype):
-        return _join(_flat(param), master)
+        return _join(_flat(place.data), master)
     return _decode(form.master, _Role.MOMENT, master, state.get("master_param_scale"))
 
 
 def _write_weight(
-    param: Tensor, form: _Form, state: dict[str, Tensor], weight: Tensor, random: Tensor
+    place: _Weight, form: _Form, state: dict[str, Tensor], weight: Tensor, noise: _Noise
 ) -> list[tuple[Tensor, Tensor]]:
     """What is to be written where so that parameter and master hold a new fp32 weight."""
+    data = _flat(place.data)
     if form.master is None:
-        code = _CODES[param.dtype]
-        raw = _round_stochastic(code, weight, random) if form.stochastic else weight.to(code.dtype)
-        return [(_flat(param), raw)]
+        code = _CODES[data.dtype]
+        if form.stochastic:
+            return [(data, _round_stochastic(code, weight, noise(weight.numel())))]
+        return [(data, weight.to(code.dtype))]
     master = _flat(state["master_param"])
     if isinstance(form.master, torch.dtype):
-        half, remainder = _split(weight, form.master, random)
-        return [(_flat(param), half), (master, remainder)]
-    raw, scale = _encode(form.master, _Role.MOMENT, weight, random)
-    writes = [(_flat(param), weight.to(param.dtype)), (master, raw)]
-    return writes if scale is None else [*writes, (state["master_param_scale"], scale)]
+        half, remainder = _split(weight, form.master, noise)
+        return [(data, half), (master, remainder)]
+    raw, scale = _encode(form.master, _Role.MOMENT, weight, noise)
+    writes = [(master, raw)]
+    if scale is not None:
+        writes.append((state["master_param_scale"], scale))
+    if place.scaling is None:
+        return [*writes, (data, weight.to(data.dtype))]
+    old_scale, old_amax, scale_inv = place.scaling
+    fp8_scale, known = old_scale, torch.zeros_like(old_amax)
+    if place.largest:
+        fp8_scale = torch.where(old_amax > 0, place.largest / old_amax, old_scale)
+        writes.append((old_scale, fp8_scale))
+    else:
+        known = old_amax
+    amax = weight.abs().where(weight.isfinite(), 0).amax() if weight.numel() else known
+    limit = _FP8_LARGEST[data.dtype]
+    stored = (weight * fp8_scale).clamp(-limit, limit).to(data.dtype)
+    writes += [(data, stored), (old_amax, amax.maximum(known)), (scale_inv, 1 / fp8_scale)]
+    return writes
+
+
+def _is_observed(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether hooks or a profiler want to see a step; what they need costs more than a step."""
+    return bool(
+        torch.autograd.profiler._is_profiler_enabled
+        or optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or torch_optimizer._global_optimizer_pre_hooks
+        or torch_optimizer._global_optimizer_post_hooks
+    )
 
 
 # ---- What every fused optimizer shares ------------------------------------------------------------
@@ -952,7 +1083,7 @@ class _FusedOptimizer(torch.optim.Optimizer):
             self._validate(group)
             self._validate_shared(group)
             for i, param in enumerate(group["params"]):
-                self._check_param(param, f"parameter {i} of group {len(self.param_groups) - 1}")
+                self._check_param(param, f"parameter {i} of group {len(self.param_groups) - 1}", group)
         except Exception:
             self.param_groups.pop()
             raise
@@ -996,11 +1127,20 @@ class _FusedOptimizer(torch.optim.Optimizer):
             group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=cuda)
 
     @staticmethod
-    def _check_param(param: Tensor, name: str) -> None:
-        if param.dtype not in _PARAM_DTYPES:
+    def _check_param(param: Tensor, name: str, group: dict[str, Any]) -> None:
+        place = _weight_of(param)
+        if place.scaling is not None and not group["master_weights"]:
+            raise ValueError(
+                f"{name} is fp8 and needs master_weights=True: an update is smaller than what fp8 "
+                "can resolve"
+            )
+        if place.scaling is None and place.data.dtype not in _PARAM_DTYPES:
             allowed = ", ".join(str(dtype) for dtype in _PARAM_DTYPES)
-            raise TypeError(f"{name} has dtype {param.dtype}, expected one of {allowed}")
-        if param.layout is not torch.strided or not _is_dense(param):
+            raise TypeError(
+                f"{name} has dtype {param.dtype}, expected one of {allowed}, or fp8 as made by "
+                "fp8_parameter()"
+            )
+        if param.layout is not torch.strided or not _is_dense(place.data):
             raise TypeError(
                 f"{name} of shape {tuple(param.shape)} must be strided, dense and free of overlap "
                 f"(.contiguous() or channels_last), got {param.layout} with strides "
@@ -1025,51 +1165,67 @@ class _FusedOptimizer(torch.optim.Optimizer):
     def _form(self, param: Tensor, group: dict[str, Any]) -> _Form:
         """How this parameter's states and master are to be kept."""
         small = param.numel() < _SMALL
+        dtype = _weight_of(param).data.dtype
         states = tuple(
-            (name, _F32 if small else _CODES[dtype], role)
-            for name, dtype, role in self._states(group)
+            (name, _F32 if small else _CODES[kept], role)
+            for name, kept, role in self._states(group)
         )
         master: _Code | torch.dtype | None = None
         remainder = group["store_param_remainders"] or group["master_weight_bits"]
-        if param.dtype is torch.bfloat16 and remainder:
+        if dtype is torch.bfloat16 and remainder:
             master = torch.int16 if group["store_param_remainders"] else torch.int8
-        elif param.dtype is not torch.float32 and (group["master_weights"] or remainder):
+        elif dtype is not torch.float32 and (group["master_weights"] or remainder):
             master = _F32 if small else _CODES[group["master_weight_dtype"]]
         stochastic = bool(group.get("stochastic_rounding")) and master is None
-        return _Form(states, master, stochastic and param.dtype is torch.bfloat16)
+        return _Form(states, master, stochastic and dtype is torch.bfloat16)
 
     @torch.no_grad()
     def _init_state(self, param: Tensor, form: _Form) -> None:
         """Make whatever state of one parameter is missing."""
-        state = self.state[param]
+        state, place = self.state[param], _weight_of(param)
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
-        for name, code, role in form.states:
+        for name, code, _ in form.states:
             if name not in state:
-                state[name] = torch.zeros_like(param, dtype=code.dtype, requires_grad=False)
+                state[name] = torch.zeros_like(place.data, dtype=code.dtype, requires_grad=False)
                 if code.top is not None:
                     state[f"{name}_scale"] = self._new_scales(param)
-        if form.master is None or "master_param" in state:
-            return
-        self._set_master(param, form, _flat(param).float())
+        if form.master is not None and "master_param" not in state:
+            self._set_master(param, form, _read_weight(place, form, state))
+        if place.largest and place.scaling is not None:  # with the checkpoint, not only the parameter
+            state.update(zip(_SCALING, place.scaling))
 
     @staticmethod
     def _new_scales(param: Tensor) -> Tensor:
-        blocks = -(-param.numel() // _BLOCK)
-        return torch.ones(blocks, dtype=torch.float32, device=param.device)
+        return torch.ones(-(-param.numel() // _BLOCK), dtype=torch.float32, device=param.device)
+
+    def _set_state(self, param: Tensor, form: _Form, stream: int, values: Tensor) -> None:
+        """Overwrite one state from flat fp32 values in the parameter's memory order."""
+        state = self.state[param]
+        name, code, role = form.states[stream]
+        raw, scale = _encode(code, role, values, partial(_random, self._seed, state["step"], stream))
+        _flat(state[name]).copy_(raw)
+        if scale is not None:
+            state[f"{name}_scale"].copy_(scale)
 
     def _set_master(self, param: Tensor, form: _Form, weight: Tensor) -> None:
-        """Make the master of a parameter from its flat fp32 weight."""
-        state = self.state[param]
-        master = form.master
+        """Make or overwrite the master of a parameter from its flat fp32 weight."""
+        state, place, master = self.state[param], _weight_of(param), form.master
         assert master is not None
-        dtype = master if isinstance(master, torch.dtype) else master.dtype
-        state["master_param"] = torch.empty_like(param, dtype=dtype, requires_grad=False)
-        if isinstance(master, _Code) and master.top is not None:
-            state["master_param_scale"] = self._new_scales(param)
-        random = _random(self._seed, state["step"], _WEIGHT_STREAM, weight.numel())
-        for target, value in _write_weight(param, form, state, weight, random):
+        if "master_param" not in state:
+            dtype = master if isinstance(master, torch.dtype) else master.dtype
+            state["master_param"] = torch.empty_like(place.data, dtype=dtype, requires_grad=False)
+            if isinstance(master, _Code) and master.top is not None:
+                state["master_param_scale"] = self._new_scales(param)
+        noise = partial(_random, self._seed, state["step"], _WEIGHT_STREAM)
+        for target, value in _write_weight(place, form, state, weight, noise):
             target.copy_(value)
+
+    def _form_of(self, param: Tensor) -> _Form:
+        for group in self.param_groups:
+            if any(param is other for other in group["params"]):
+                return self._form(param, group)
+        raise KeyError(f"a parameter of shape {tuple(param.shape)} is not in this optimizer")
 
     def init_state(self) -> None:
         """Make the state of every parameter that requires a gradient, and the kernels, now.
@@ -1109,11 +1265,13 @@ class _FusedOptimizer(torch.optim.Optimizer):
                 grad = self._gradient(param, group)
                 if grad is not None:
                     name = f"parameter {i} of group {index}"
-                    self._check_param(param, name)
+                    self._check_param(param, name, group)
                     self._check_grad(param, grad, name)
                     self._grad_dtypes[param] = grad.dtype
                 used = grad is not None or param in self.state or (every and param.requires_grad)
-                dtype = self._grad_dtypes.get(param, param.dtype) if used else None
+                kept = _weight_of(param).data.dtype
+                likely = kept if kept in _PARAM_DTYPES else torch.bfloat16
+                dtype = self._grad_dtypes.get(param, likely) if used else None
                 rows.setdefault(param.device, []).append(_Row(param, index, dtype))
         finishers = [
             self._prepare(device, device_rows)
@@ -1159,19 +1317,20 @@ class _FusedOptimizer(torch.optim.Optimizer):
                 if row.grad_dtype is None:
                     plan.watch(row.param)
                     continue
-                form = forms[row.param]
+                form, place = forms[row.param], _weight_of(row.param)
                 self._init_state(row.param, form)
                 state = self.state[row.param]
                 plan.add(
                     param=row.param,
+                    data=place.data,
                     grad_dtype=row.grad_dtype,
                     step=state["step"],
                     states=[state[name] for name, _, _ in form.states],
                     scales=[state.get(f"{name}_scale") for name, _, _ in form.states],
                     master=state.get("master_param"),
                     master_scale=state.get("master_param_scale"),
-                    fp8=[],
-                    fp8_largest=0.0,
+                    scaling=list(place.scaling or ()),
+                    fp8_largest=place.largest,
                     group=row.group,
                     signature=distinct.index(signatures[row.param]),
                 )
@@ -1184,7 +1343,7 @@ class _FusedOptimizer(torch.optim.Optimizer):
         master = form.master
         return _Signature(
             self._rule,
-            _CODES[param.dtype].name,
+            _CODES[_weight_of(param).data.dtype].name,
             _CODES[grad_dtype].name,
             "None"
             if master is None
@@ -1212,6 +1371,13 @@ class _FusedOptimizer(torch.optim.Optimizer):
             TypeError, RuntimeError: a gradient cannot be used; nothing was changed.
             BuildError: the kernels could not be compiled; nothing was changed.
         """
+        if _is_observed(self):
+            return self._observed_step(closure, **options)
+        return self._step(closure, **options)
+
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def _step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -1224,6 +1390,8 @@ class _FusedOptimizer(torch.optim.Optimizer):
         for made in self._plans:
             made.plan.launch(self.param_groups, grad_scale, found_inf)
         return loss
+
+    _observed_step = torch.optim.Optimizer.profile_hook_step(_step)
 
     def _gather(self) -> bool:
         if not self._plans:
@@ -1246,13 +1414,277 @@ class _FusedOptimizer(torch.optim.Optimizer):
         return grad_scale, found_inf if isinstance(found_inf, Tensor) else None
 
 
+    # -- checkpoints
+
+    def get_unscaled_state(self, param: Tensor, state_name: str) -> Tensor:
+        """One state, or "master_param", of a parameter in fp32 and in its shape, as a copy."""
+        form, state = self._form_of(param), self.state.get(param, {})
+        if state_name not in state:
+            raise KeyError(f"no state {state_name!r}: there are {', '.join(state) or 'none yet'}")
+        target = torch.empty_like(_weight_of(param).data, dtype=torch.float32, requires_grad=False)
+        if state_name == "master_param":
+            _flat(target).copy_(_read_weight(_weight_of(param), form, state))
+            return target
+        roles = {name: role for name, _, role in form.states}
+        role = roles.get(state_name, _Role.MOMENT)
+        return _unscaled(state[state_name], state.get(f"{state_name}_scale"), role)
+
+    @torch.no_grad()
+    def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
+        """Store one state, or "master_param", of a parameter from fp32 values of its shape.
+
+        Args:
+            param: a parameter of this optimizer; what state it lacks is made.
+            state_name: for example "exp_avg"; "master_param" also sets the parameter.
+            unscaled_state: values of the parameter's shape, any float dtype.
+
+        Raises:
+            KeyError: there is no such state.
+            ValueError: the shape differs.
+        """
+        form = self._form_of(param)
+        names = [name for name, _, _ in form.states] + ["master_param"] * (form.master is not None)
+        if state_name not in names:
+            raise KeyError(f"no state {state_name!r}: there are {', '.join(names) or 'none'}")
+        if unscaled_state.shape != param.shape:
+            raise ValueError(
+                f"{state_name} has shape {tuple(unscaled_state.shape)}, its parameter "
+                f"{tuple(param.shape)}"
+            )
+        self._init_state(param, form)
+        values = self._in_order(param, unscaled_state)
+        if state_name == "master_param":
+            self._set_master(param, form, values)
+        else:
+            self._set_state(param, form, names.index(state_name), values)
+
+    def initialize_state(self, param: Tensor, store_param_remainders: bool | None = None) -> None:
+        """Make the state of one parameter, as its group's options say.
+
+        Args:
+            param: a parameter of this optimizer.
+            store_param_remainders: accepted if it is None or what the group says.
+
+        Raises:
+            ValueError: it contradicts the group.
+        """
+        for group in self.param_groups:
+            wanted = group["store_param_remainders"]
+            if store_param_remainders not in (None, wanted) and any(
+                param is other for other in group["params"]
+            ):
+                raise ValueError(
+                    f"store_param_remainders={store_param_remainders}, but the parameter's group "
+                    f"has {wanted}"
+                )
+        self._init_state(param, self._form_of(param))
+        self._forget_plans()
+
+    @staticmethod
+    def _in_order(param: Tensor, values: Tensor) -> Tensor:
+        """Flat fp32 values in the memory order of a parameter."""
+        data = _weight_of(param).data
+        if values.dtype is torch.float32 and _is_dense(values) and _layout(values) == _layout(data):
+            return _flat(values).to(data.device)
+        return _flat(torch.empty_like(data, dtype=torch.float32).copy_(values))
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch.optim.Optimizer.state_dict: loads with torch.load(weights_only=True)."""
+        return super().state_dict()
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a checkpoint of this optimizer in any of its modes, or of its torch.optim twin.
+
+        How states and masters are kept is what this optimizer was constructed with: what was saved
+        otherwise is converted, one tensor at a time. Hyperparameters are the file's; a key that a
+        saved group lacks keeps the constructor's value. Load the model first: a file with
+        remainders holds only what its bf16 parameters lack.
+
+        Args:
+            state_dict: what state_dict() returned, here or in torch.optim.
+
+        Raises:
+            ValueError: groups, numbers of parameters or shapes differ; nothing was changed.
+        """
+        state_dict = state_dict.copy()
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = hook(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
+        saved_groups = [dict(group) for group in state_dict["param_groups"]]
+        params = self._matching_params(saved_groups, state_dict["state"])
+        groups = [self._loaded_group(*both) for both in zip(self.param_groups, saved_groups)]
+
+        old_state, old_groups = self.state, self.param_groups
+        self.state, self.param_groups = defaultdict(dict), groups
+        try:
+            for group in groups:
+                self._validate(group)
+                self._validate_shared(group)
+            for group, saved_group in zip(groups, saved_groups):
+                for param, key in zip(group["params"], saved_group["params"]):
+                    if key in state_dict["state"]:
+                        saved = state_dict["state"][key]
+                        self._load_param(param, self._form(param, group), saved, group)
+            for key, value in state_dict["state"].items():
+                if key not in params:
+                    self.state[key] = deepcopy(value)
+        except Exception:
+            self.state, self.param_groups = old_state, old_groups
+            raise
+        for group in groups:
+            self._own_lr(group)
+        self.__setstate__({"state": self.state, "param_groups": groups})
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _matching_params(
+        self, saved_groups: list[dict[str, Any]], saved_state: dict[Any, Any]
+    ) -> dict[Any, Tensor]:
+        """Saved key -> parameter; ValueError at the first mismatch."""
+        if len(saved_groups) != len(self.param_groups):
+            raise ValueError(
+                f"the checkpoint has {len(saved_groups)} parameter groups, the optimizer "
+                f"{len(self.param_groups)}"
+            )
+        params: dict[Any, Tensor] = {}
+        for i, (group, saved) in enumerate(zip(self.param_groups, saved_groups)):
+            if len(saved["params"]) != len(group["params"]):
+                raise ValueError(
+                    f"group {i} of the checkpoint has {len(saved['params'])} parameters, of the "
+                    f"optimizer {len(group['params'])}"
+                )
+            params.update(zip(saved["params"], group["params"]))
+        for key, param in params.items():
+            for name, value in saved_state.get(key, {}).items():
+                if name == "step" or name in _SCALING or name.endswith("_scale"):
+                    continue
+                if isinstance(value, Tensor) and value.shape != param.shape:
+                    raise ValueError(
+                        f"{name} of parameter {key} has shape {tuple(value.shape)} in the "
+                        f"checkpoint, the parameter {tuple(param.shape)}"
+                    )
+        return params
+
+    def _loaded_group(self, group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+        """A group with the hyperparameters of the file and the modes of this optimizer."""
+        loaded = {**self.defaults, **deepcopy({k: v for k, v in saved.items() if k != "params"})}
+        for key in self._modes:
+            loaded[key] = group[key]
+        loaded["params"] = group["params"]
+        if "param_names" in group:
+            loaded.setdefault("param_names", group["param_names"])
+        return loaded
+
+    _modes: tuple[str, ...] = (
+        "capturable",
+        "master_weights",
+        "master_weight_dtype",
+        "master_weight_bits",
+        "store_param_remainders",
+        "use_decoupled_grad",
+        "stochastic_rounding",
+        "foreach",
+        "fused",
+        "differentiable",
+    )
+
+    def _load_param(
+        self, param: Tensor, form: _Form, saved: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        """Make the state of one parameter from a saved one."""
+        state, place = self.state[param], _weight_of(param)
+        step = self._saved_step(saved, group)
+        state["step"] = torch.as_tensor(step, dtype=torch.float32).to(param.device, copy=True)
+        if place.scaling is not None and place.largest:
+            for mine, name in zip(place.scaling, _SCALING):
+                if name in saved:
+                    mine.copy_(saved[name])
+        kept = {name: code.dtype for name, code, _ in form.states}
+        if isinstance(form.master, torch.dtype):
+            kept["master_param"] = form.master
+        elif form.master is not None:
+            kept["master_param"] = form.master.dtype
+        same = [
+            name
+            for name, dtype in kept.items()
+            if name in saved
+            and saved[name].dtype == dtype
+            and _layout(saved[name]) == _layout(place.data)
+        ]
+        for name in same:  # bit for bit
+            state[name] = torch.empty_like(
+                place.data, dtype=kept[name], requires_grad=False
+            ).copy_(saved[name])
+            if f"{name}_scale" in saved:
+                state[f"{name}_scale"] = saved[f"{name}_scale"].to(param.device, copy=True)
+        self._init_state(param, form)
+        for stream, (name, _, role) in enumerate(form.states):
+            if name in saved and name not in same:
+                scale = saved.get(f"{name}_scale")
+                values = _unscaled(saved[name], None if scale is None else scale, role)
+                self._set_state(param, form, stream, self._in_order(param, values))
+        if form.master is not None and "master_param" in saved and "master_param" not in same:
+            master = saved["master_param"]
+            if master.dtype in _REMAINDERS:
+                half = self._in_order(param, place.data).to(torch.bfloat16)
+                rest = torch.empty_like(place.data, dtype=master.dtype).copy_(master)
+                weight = _join(half, _flat(rest))
+            else:
+                scale = saved.get("master_param_scale")
+                weight = self._in_order(param, _unscaled(master, scale, _Role.MOMENT))
+            self._set_master(param, form, weight)
+
+    def _saved_step(self, saved: dict[str, Any], group: dict[str, Any]) -> Any:
+        return saved.get("step", 0.0)
+
+    def to_torch_state_dict(self) -> dict[str, Any]:
+        """A checkpoint that the torch.optim twin of this optimizer loads: states in fp32.
+
+        Raises:
+            ValueError: a group uses an option that the twin does not have.
+        """
+        state_dict = self.state_dict()
+        state_dict["state"], packed_groups = {}, state_dict["param_groups"]
+        state_dict["param_groups"] = []
+        for group, packed in zip(self.param_groups, packed_groups):
+            state_dict["param_groups"].append(
+                {"params": packed["params"], **self._torch_group(group)}
+            )
+            for param, key in zip(group["params"], packed["params"]):
+                if param in self.state:
+                    form = self._form(param, group)
+                    state_dict["state"][key] = self._torch_state(param, form)
+        return state_dict
+
+    def _torch_state(self, param: Tensor, form: _Form) -> dict[str, Any]:
+        state = self.state[param]
+        states = {
+            name: _unscaled(state[name], state.get(f"{name}_scale"), role)
+            for name, _, role in form.states
+        }
+        return {"step": state["step"].clone(), **states}
+
+    def _torch_group(self, group: dict[str, Any]) -> dict[str, Any]:
+        """The keys of a group that the torch.optim twin knows."""
+        raise NotImplementedError
+
     # -- pickle, zero_grad
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_seed": self._seed, "_grad_none": self._grad_none}
+        packed = {
+            key: {name: _pack(value) for name, value in values.items()}
+            for key, values in self.state.items()
+        }
+        own = {"state": packed, "_seed": self._seed, "_grad_none": self._grad_none}
+        return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        unpacked = {
+            key: {name: _unpack(value) for name, value in values.items()}
+            for key, values in state["state"].items()
+        }
+        super().__setstate__({**state, "state": defaultdict(dict, unpacked)})
         self._grad_dtypes = {}
         self._forget_plans()
 
@@ -1423,3 +1855,20 @@ class FusedAdam(_FusedOptimizer):
         denominator = second.sqrt() / correction2**0.5 + group["eps"]
         weight = weight - exp_avg * (lr / correction1) / denominator
         return weight, [exp_avg, exp_avg_sq, *maximum]
+
+    _modes = (*_FusedOptimizer._modes, "exp_avg_dtype", "exp_avg_sq_dtype")
+
+    def _loaded_group(self, group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+        loaded = super()._loaded_group(group, saved)
+        if "adam_w_mode" not in saved:  # a file of torch.optim
+            loaded["adam_w_mode"] = loaded.pop("decoupled_weight_decay", group["adam_w_mode"])
+        return loaded
+
+    def _torch_group(self, group: dict[str, Any]) -> dict[str, Any]:
+        if not group["bias_correction"]:
+            raise ValueError("bias_correction=False has no counterpart in torch.optim.AdamW")
+        same = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "capturable")
+        return {
+            **{key: group[key] for key in (*same, "foreach", "fused", "differentiable")},
+            "decoupled_weight_decay": group["adam_w_mode"],
+        }

@@ -49,11 +49,12 @@ bool same_layout(const at::Tensor& a, const at::Tensor& b) {
 // One tensor of the plan. A tensor without state is only watched: a gradient makes the plan stale.
 struct Entry {
   at::Tensor param;
+  at::Tensor data;               // whose memory is updated
   std::vector<at::Tensor> kept;  // whatever the row points into
   at::ScalarType grad_dtype;
   int64_t group;
   int64_t signature;  // -1: watched
-  const void* data;
+  const void* address;  // of data when the plan was made
 };
 
 // The tensors [first, first + count) whose gradients and groups fit into one Advance.
@@ -77,26 +78,27 @@ class Plan {
   }
 
   void watch(const at::Tensor& param) {
-    add_entry({param, {}, param.scalar_type(), 0, -1, param.data_ptr()}, {});
+    add_entry({param, param, {}, param.scalar_type(), 0, -1, nullptr}, {});
   }
 
-  // scales[i] is null unless states[i] is block-scaled; fp8 is (scale, amax, scale_inv) of an fp8
-  // parameter and fp8_largest the largest finite number of its dtype (0: its scale is not ours).
-  void add(const at::Tensor& param, at::ScalarType grad_dtype, const at::Tensor& step,
-           const std::vector<at::Tensor>& states, const std::vector<OptionalTensor>& scales,
-           const OptionalTensor& master, const OptionalTensor& master_scale,
-           const std::vector<at::Tensor>& fp8, double fp8_largest, int64_t group,
-           int64_t signature) {
+  // data holds the parameter's numbers, mostly it is param. scales[i] is null unless states[i] is
+  // block-scaled; scaling is (scale, amax, scale_inv) of an fp8 parameter and fp8_largest the largest
+  // finite number of its dtype (0: its scale is not ours to choose).
+  void add(const at::Tensor& param, const at::Tensor& data, at::ScalarType grad_dtype,
+           const at::Tensor& step, const std::vector<at::Tensor>& states,
+           const std::vector<OptionalTensor>& scales, const OptionalTensor& master,
+           const OptionalTensor& master_scale, const std::vector<at::Tensor>& scaling,
+           double fp8_largest, int64_t group, int64_t signature) {
     TORCH_CHECK(states.size() <= kMaxStates && scales.size() == states.size(), "got ",
                 states.size(), " states and ", scales.size(), " scales, at most ", kMaxStates);
     TORCH_CHECK(signature >= 0 && signature < static_cast<int64_t>(kernels_.size()),
                 "signature ", signature, " of ", kernels_.size());
     TensorRow row = {};
-    Entry entry = {param, {step}, grad_dtype, group, signature, param.data_ptr()};
-    row.param = param.data_ptr();
+    Entry entry = {param, data, {step}, grad_dtype, group, signature, data.data_ptr()};
+    row.param = data.data_ptr();
     row.step = step.data_ptr<float>();
-    row.numel = param.numel();
-    bool aligned = is_aligned(param);
+    row.numel = data.numel();
+    bool aligned = is_aligned(data);
     const auto keep = [&](const at::Tensor& tensor, const char* name) {
       TORCH_CHECK(tensor.device() == device_, name, " lies on ", tensor.device(), ", expected ",
                   device_);
@@ -104,16 +106,16 @@ class Plan {
     };
     const auto keep_elements = [&](const at::Tensor& tensor, const char* name) {
       keep(tensor, name);
-      TORCH_CHECK(same_layout(tensor, param), name, " has sizes ", tensor.sizes(), " and strides ",
-                  tensor.strides(), ", expected those of its parameter: ", param.sizes(), " and ",
-                  param.strides());
+      TORCH_CHECK(same_layout(tensor, data), name, " has sizes ", tensor.sizes(), " and strides ",
+                  tensor.strides(), ", expected those of its parameter: ", data.sizes(), " and ",
+                  data.strides());
       aligned = aligned && is_aligned(tensor);
       return tensor.data_ptr();
     };
     const auto keep_scales = [&](const OptionalTensor& scale, const char* name) {
       if (!scale) return static_cast<float*>(nullptr);
       keep(*scale, name);
-      const int64_t blocks = (param.numel() + kScaleBlock - 1) / kScaleBlock;
+      const int64_t blocks = (data.numel() + kScaleBlock - 1) / kScaleBlock;
       TORCH_CHECK(scale->is_contiguous() && scale->numel() == blocks, name, " has ",
                   scale->numel(), " elements, expected ", blocks);
       return scale->data_ptr<float>();
@@ -124,11 +126,11 @@ class Plan {
     }
     if (master) row.master = keep_elements(*master, "the master");
     row.master_scale = keep_scales(master_scale, "the master's scales");
-    if (!fp8.empty()) {
-      for (const auto& tensor : fp8) keep(tensor, "an fp8 scale");
-      row.fp8_scale = fp8.at(0).data_ptr<float>();
-      row.fp8_amax = fp8.at(1).data_ptr<float>();
-      row.fp8_scale_inv = fp8.at(2).data_ptr<float>();
+    if (!scaling.empty()) {
+      for (const auto& tensor : scaling) keep(tensor, "an fp8 scale");
+      row.fp8_scale = scaling.at(0).data_ptr<float>();
+      row.fp8_amax = scaling.at(1).data_ptr<float>();
+      row.fp8_scale_inv = scaling.at(2).data_ptr<float>();
       row.fp8_largest = static_cast<float>(fp8_largest);
     }
     row.aligned = aligned;
@@ -171,12 +173,12 @@ class Plan {
       if (!grad || !grad->defined()) continue;
       if (entry.signature < 0 || grad->layout() != at::kStrided ||
           grad->scalar_type() != entry.grad_dtype || grad->device() != device_ ||
-          entry.param.data_ptr() != entry.data || grad->sizes() != entry.param.sizes()) {
+          entry.data.data_ptr() != entry.address || grad->sizes() != entry.data.sizes()) {
         return false;
       }
       ++gathered_;
       signature_used_[entry.signature] = true;
-      grads_[i] = gradient_pointer(*grad, entry.param);
+      grads_[i] = gradient_pointer(*grad, entry.data);
     }
     return true;
   }
@@ -263,7 +265,7 @@ class Plan {
   int64_t group_size() const { return 1 + kernels_.front()->hyperparameters; }
 
   void add_entry(Entry entry, const TensorRow& row) {
-    TORCH_CHECK(entry.param.device() == device_, "a parameter lies on ", entry.param.device(),
+    TORCH_CHECK(entry.data.device() == device_, "a parameter lies on ", entry.data.device(),
                 ", expected ", device_);
     entries_.push_back(std::move(entry));
     rows_.push_back(row);
@@ -394,10 +396,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(py::init<at::Device, py::tuple, std::vector<int64_t>, uint32_t>(), py::arg("device"),
            py::arg("hyperparameters"), py::arg("kernels"), py::arg("seed"))
       .def("watch", &Plan::watch, py::arg("param"))
-      .def("add", &Plan::add, py::kw_only(), py::arg("param"), py::arg("grad_dtype"),
-           py::arg("step"), py::arg("states"), py::arg("scales"), py::arg("master"),
-           py::arg("master_scale"), py::arg("fp8"), py::arg("fp8_largest"), py::arg("group"),
-           py::arg("signature"))
+      .def("add", &Plan::add, py::kw_only(), py::arg("param"), py::arg("data"),
+           py::arg("grad_dtype"), py::arg("step"), py::arg("states"), py::arg("scales"),
+           py::arg("master"), py::arg("master_scale"), py::arg("scaling"),
+           py::arg("fp8_largest"), py::arg("group"), py::arg("signature"))
       .def("seal", &Plan::seal)
       .def("gather", &Plan::gather, py::arg("grads"))
       .def("launch", &Plan::launch, py::arg("groups"), py::arg("grad_scale"), py::arg("found_inf"))
