@@ -9,7 +9,7 @@ How one step runs:
     optimizer.step()           fusedopt.py             find the plan, or make it: states, kernels
       plan.gather(), .launch() cuda/bindings.cpp       read each p.grad and each group's values
         advance<<<>>>          cuda/multi_tensor.cuh   step counters, found_inf, bias corrections
-        update<<<>>>           cuda/multi_tensor.cuh   tile -> slice of a tensor; load, update, store
+        update<<<>>>           cuda/multi_tensor.cuh   tile -> slice: load, update, store
           Adam::apply()        cuda/update_rules.cuh   the algorithm, one element
     back: parameters and states changed in place; step() returns the closure's loss
 
@@ -385,9 +385,11 @@ class _Binary(NamedTuple):
             flags = ["-O3", "-lineinfo", "-std=c++17", "-Xcompiler=-fvisibility=hidden"]
         elif self.python_module:
             flags = ["-O2", "-fvisibility=hidden"]
-            flags += ["-DFUSEDOPT_CUDA=1"] if self.backend == "cuda" else []
+            # -fopenmp is for at::parallel_for; libgomp is the one that torch itself has loaded.
+            flags += ["-DFUSEDOPT_CUDA=1"] if self.backend == "cuda" else ["-fopenmp"]
         else:
-            flags = ["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math"]
+            flags = ["-O3", "-march=native", "-ffp-contract=fast"]
+            flags += ["-fno-math-errno", "-fno-trapping-math"]
             flags += ["-fvisibility=hidden"]
         return flags + [shlex.quote(f"-D{define}") for define in self.defines]
 
@@ -671,7 +673,9 @@ def _round_stochastic(code: _Code, x: Tensor, random: Tensor) -> Tensor:
         return bits.to(torch.int16).view(code.dtype).where(~x.isnan(), torch.nan)
     # The middles of equal intervals of [0, 1): a value a few ulp off a code returns to that code.
     noise = ((random & 0xFFC0) | 0x20 if code.mantissa > 7 else random | 1) * 2.0**-16
-    binade = (x.view(torch.int32) & 0x7F800000).view(torch.float32).clamp(min=2.0 ** (1 - code.bias))
+    binade = (
+        (x.view(torch.int32) & 0x7F800000).view(torch.float32).clamp(min=2.0 ** (1 - code.bias))
+    )
     step = binade * 2.0**-code.mantissa
     return ((x / step + noise).floor() * step).to(code.dtype)
 
@@ -704,7 +708,9 @@ def _flat(tensor: Tensor) -> Tensor:
 def _is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill one piece of memory without gap or overlap."""
     expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape) if n != 1):
+    for stride, size in sorted(
+        (s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1
+    ):
         if stride != expected and tensor.numel() > 0:
             return False
         expected *= size
@@ -713,7 +719,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 def _layout(tensor: Tensor) -> list[int]:
     """The strides that mean anything."""
-    return [s for s, n in zip(tensor.stride(), tensor.shape) if n != 1]
+    return [s for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1]
 
 
 def _as_code(dtype: Any, option: str) -> torch.dtype:
@@ -771,9 +777,9 @@ def _weight_of(param: Tensor) -> _Weight:
     """Where the numbers of a parameter lie."""
     quantizer = getattr(param, "_quantizer", None)
     if quantizer is not None and hasattr(param, "_scale_inv"):  # TransformerEngine's Float8Tensor
-        dtype = torch.float8_e5m2 if "E5M2" in str(param._fp8_dtype) else torch.float8_e4m3fn  # type: ignore[attr-defined]
-        data = param._data.view(dtype)  # type: ignore[attr-defined]
-        return _Weight(data, (quantizer.scale, quantizer.amax, param._scale_inv))  # type: ignore[attr-defined]
+        te: Any = param
+        dtype = torch.float8_e5m2 if "E5M2" in str(te._fp8_dtype) else torch.float8_e4m3fn
+        return _Weight(te._data.view(dtype), (quantizer.scale, quantizer.amax, te._scale_inv))
     if param.dtype in _FP8_LARGEST and hasattr(param, "fp8_scale"):
         scaling = (param.fp8_scale, param.fp8_amax, param.fp8_scale_inv)  # type: ignore[attr-defined]
         return _Weight(param, scaling, _FP8_LARGEST[param.dtype])
@@ -781,9 +787,7 @@ def _weight_of(param: Tensor) -> _Weight:
 
 
 @torch.no_grad()
-def fp8_parameter(
-    tensor: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
-) -> torch.nn.Parameter:
+def fp8_parameter(tensor: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> torch.nn.Parameter:
     """An fp8 parameter with per-tensor delayed scaling, for use with a master weight.
 
     Beside the stored numbers it carries three 0-dim fp32 tensors: `fp8_scale` (stored = value *
@@ -813,7 +817,8 @@ def fp8_parameter(
 
 def fp8_dequantize(param: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """The values of a parameter made by fp8_parameter, in another dtype, for a forward pass."""
-    return (param.detach().float() * param.fp8_scale_inv).to(dtype)  # type: ignore[attr-defined]
+    scale_inv: Tensor = param.fp8_scale_inv  # type: ignore[attr-defined]
+    return (param.detach().float() * scale_inv).to(dtype)
 
 
 # ---- A plan: what the kernels need to know, made once per set of tensors -----------------------
@@ -878,9 +883,7 @@ def _load_kernels(backend: str, signatures: Sequence[_Signature]) -> tuple[Any, 
         return int(library.fusedopt_kernels())
 
     with ThreadPoolExecutor(max_workers=1 + len(signatures)) as pool:
-        bindings = pool.submit(
-            _load, "bindings", backend, ("bindings.cpp",), python_module=True
-        )
+        bindings = pool.submit(_load, "bindings", backend, ("bindings.cpp",), python_module=True)
         addresses = list(pool.map(kernels, signatures))
         return bindings.result(), addresses
 
@@ -894,7 +897,7 @@ class _TorchPlan:
     captured = False
 
     def __init__(
-        self, optimizer: "_FusedOptimizer", rows: list[_Row], forms: dict[Tensor, _Form]
+        self, optimizer: _FusedOptimizer, rows: list[_Row], forms: dict[Tensor, _Form]
     ) -> None:
         self.optimizer = optimizer
         self.rows = rows
@@ -912,15 +915,24 @@ class _TorchPlan:
                 and grad.device == row.param.device
                 and grad.shape == row.param.shape
             )
-            for row, grad in zip(self.rows, self.grads)
+            for row, grad in zip(self.rows, self.grads, strict=True)
         )
+
+    def step(
+        self, groups: list[dict[str, Any]], grad_scale: Tensor | None, found_inf: Tensor | None
+    ) -> bool:
+        """Gather and launch; False, with nothing changed, if the plan no longer fits."""
+        fits = self.gather(None)
+        if fits:
+            self.launch(groups, grad_scale, found_inf)
+        return fits
 
     @torch.no_grad()
     def launch(
         self, groups: list[dict[str, Any]], grad_scale: Tensor | None, found_inf: Tensor | None
     ) -> None:
         """Update every parameter that has a gradient."""
-        for row, grad in zip(self.rows, self.grads):
+        for row, grad in zip(self.rows, self.grads, strict=True):
             if grad is not None:
                 self._update(row.param, grad, groups[row.group], grad_scale, found_inf)
         self.grads = []
@@ -949,7 +961,7 @@ class _TorchPlan:
         weight, values = self.optimizer._update(
             _read_weight(place, form, state), flat_grad, values, group, step.double()
         )
-        for stream, ((name, code, role), value) in enumerate(zip(form.states, values)):
+        for stream, ((name, code, role), value) in enumerate(zip(form.states, values, strict=True)):
             raw, scale = _encode(code, role, value, partial(_random, seed, step, stream))
             writes.append((_flat(state[name]), raw))
             if scale is not None:
@@ -1016,15 +1028,15 @@ def _is_observed(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-# ---- What every fused optimizer shares ------------------------------------------------------------
+# ---- What every fused optimizer shares -----------------------------------------------------------
 
 
 class _FusedOptimizer(torch.optim.Optimizer):
-    """Groups, states, plans and checkpoints; a subclass says what its rule is and which states it has.
+    """Groups, states, plans and checkpoints; a subclass says what its rule and its states are.
 
-    A subclass gives `_rule`, the name of its struct in update_rules.cuh; `_hyperparameters`, the keys
-    of a group in the order of that struct; `_states(group)`; `_validate(group)`; and `_update`, the
-    rule in PyTorch.
+    A subclass gives `_rule`, the name of its struct in update_rules.cuh; `_hyperparameters`, the
+    keys of a group in the order of that struct; `_states(group)`; `_validate(group)`; and
+    `_update`, the rule in PyTorch.
     """
 
     _rule: str
@@ -1063,7 +1075,7 @@ class _FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def backend(self) -> str:
-        """The path that steps take: "cuda", "cpu", "torch", several joined by "+"; "" before one."""
+        """The path of the last step: "cuda", "cpu", "torch", or several joined by "+"."""
         return "+".join(sorted({made.backend for made in self._plans}))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -1083,7 +1095,9 @@ class _FusedOptimizer(torch.optim.Optimizer):
             self._validate(group)
             self._validate_shared(group)
             for i, param in enumerate(group["params"]):
-                self._check_param(param, f"parameter {i} of group {len(self.param_groups) - 1}", group)
+                self._check_param(
+                    param, f"parameter {i} of group {len(self.param_groups) - 1}", group
+                )
         except Exception:
             self.param_groups.pop()
             raise
@@ -1116,6 +1130,7 @@ class _FusedOptimizer(torch.optim.Optimizer):
                 "store_param_remainders=True keeps a 32-bit master: "
                 "it cannot be combined with master_weight_bits=24"
             )
+
     def _own_lr(self, group: dict[str, Any]) -> None:
         """Give a group an lr of its own, on the device where a captured graph reads it."""
         lr = group["lr"]
@@ -1150,7 +1165,9 @@ class _FusedOptimizer(torch.optim.Optimizer):
     @staticmethod
     def _check_grad(param: Tensor, grad: Tensor, name: str) -> None:
         if grad.layout is not torch.strided:
-            raise RuntimeError(f"{name} has a gradient of layout {grad.layout}, expected a dense one")
+            raise RuntimeError(
+                f"{name} has a gradient of layout {grad.layout}, expected a dense one"
+            )
         if grad.dtype not in _PARAM_DTYPES:
             allowed = ", ".join(str(dtype) for dtype in _PARAM_DTYPES)
             raise TypeError(f"{name} has a gradient of {grad.dtype}, expected one of {allowed}")
@@ -1192,8 +1209,10 @@ class _FusedOptimizer(torch.optim.Optimizer):
                     state[f"{name}_scale"] = self._new_scales(param)
         if form.master is not None and "master_param" not in state:
             self._set_master(param, form, _read_weight(place, form, state))
-        if place.largest and place.scaling is not None:  # with the checkpoint, not only the parameter
-            state.update(zip(_SCALING, place.scaling))
+        if (
+            place.largest and place.scaling is not None
+        ):  # with the checkpoint, not only the parameter
+            state.update(zip(_SCALING, place.scaling, strict=True))
 
     @staticmethod
     def _new_scales(param: Tensor) -> Tensor:
@@ -1203,7 +1222,9 @@ class _FusedOptimizer(torch.optim.Optimizer):
         """Overwrite one state from flat fp32 values in the parameter's memory order."""
         state = self.state[param]
         name, code, role = form.states[stream]
-        raw, scale = _encode(code, role, values, partial(_random, self._seed, state["step"], stream))
+        raw, scale = _encode(
+            code, role, values, partial(_random, self._seed, state["step"], stream)
+        )
         _flat(state[name]).copy_(raw)
         if scale is not None:
             state[f"{name}_scale"].copy_(scale)
@@ -1281,7 +1302,7 @@ class _FusedOptimizer(torch.optim.Optimizer):
         self._forget_plans()
         self._plans = [finish() for finish in finishers]
 
-    def _prepare(self, device: torch.device, rows: list["_Row"]) -> Callable[[], "_DevicePlan"]:
+    def _prepare(self, device: torch.device, rows: list[_Row]) -> Callable[[], _DevicePlan]:
         """Build what a plan of one device needs; what is returned makes states and the plan."""
         backend = _backend_for(device.type)
         groups = self.param_groups
@@ -1356,7 +1377,7 @@ class _FusedOptimizer(torch.optim.Optimizer):
 
     # -- step
 
-    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Do one optimization step; parameters without a gradient are left alone.
 
         Args:
@@ -1383,6 +1404,12 @@ class _FusedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         grad_scale, found_inf = self._scaling(**options)
+        if (
+            len(self._plans) == 1
+            and self._plans[0].sources is None
+            and self._plans[0].plan.step(self.param_groups, grad_scale, found_inf)
+        ):
+            return loss  # the usual case, in one native call
         if not self._gather():
             self._make_plans()
             if not self._gather():
@@ -1409,10 +1436,9 @@ class _FusedOptimizer(torch.optim.Optimizer):
 
     def _scaling(self, grad_scaler: Any = None) -> tuple[Tensor | None, Tensor | None]:
         """The loss scale to divide by and the flag that skips the step, both on the device."""
-        grad_scale = getattr(self, "grad_scale", None)
-        found_inf = getattr(self, "found_inf", None)
+        grad_scale = self.__dict__.get("grad_scale")  # GradScaler sets both and deletes them again
+        found_inf = self.__dict__.get("found_inf")
         return grad_scale, found_inf if isinstance(found_inf, Tensor) else None
-
 
     # -- checkpoints
 
@@ -1513,7 +1539,9 @@ class _FusedOptimizer(torch.optim.Optimizer):
             state_dict = state_dict if replaced is None else replaced
         saved_groups = [dict(group) for group in state_dict["param_groups"]]
         params = self._matching_params(saved_groups, state_dict["state"])
-        groups = [self._loaded_group(*both) for both in zip(self.param_groups, saved_groups)]
+        groups = [
+            self._loaded_group(*both) for both in zip(self.param_groups, saved_groups, strict=True)
+        ]
 
         old_state, old_groups = self.state, self.param_groups
         self.state, self.param_groups = defaultdict(dict), groups
@@ -1521,8 +1549,8 @@ class _FusedOptimizer(torch.optim.Optimizer):
             for group in groups:
                 self._validate(group)
                 self._validate_shared(group)
-            for group, saved_group in zip(groups, saved_groups):
-                for param, key in zip(group["params"], saved_group["params"]):
+            for group, saved_group in zip(groups, saved_groups, strict=True):
+                for param, key in zip(group["params"], saved_group["params"], strict=True):
                     if key in state_dict["state"]:
                         saved = state_dict["state"][key]
                         self._load_param(param, self._form(param, group), saved, group)
@@ -1548,13 +1576,13 @@ class _FusedOptimizer(torch.optim.Optimizer):
                 f"{len(self.param_groups)}"
             )
         params: dict[Any, Tensor] = {}
-        for i, (group, saved) in enumerate(zip(self.param_groups, saved_groups)):
+        for i, (group, saved) in enumerate(zip(self.param_groups, saved_groups, strict=True)):
             if len(saved["params"]) != len(group["params"]):
                 raise ValueError(
                     f"group {i} of the checkpoint has {len(saved['params'])} parameters, of the "
                     f"optimizer {len(group['params'])}"
                 )
-            params.update(zip(saved["params"], group["params"]))
+            params.update(zip(saved["params"], group["params"], strict=True))
         for key, param in params.items():
             for name, value in saved_state.get(key, {}).items():
                 if name == "step" or name in _SCALING or name.endswith("_scale"):
@@ -1597,7 +1625,7 @@ class _FusedOptimizer(torch.optim.Optimizer):
         step = self._saved_step(saved, group)
         state["step"] = torch.as_tensor(step, dtype=torch.float32).to(param.device, copy=True)
         if place.scaling is not None and place.largest:
-            for mine, name in zip(place.scaling, _SCALING):
+            for mine, name in zip(place.scaling, _SCALING, strict=True):
                 if name in saved:
                     mine.copy_(saved[name])
         kept = {name: code.dtype for name, code, _ in form.states}
@@ -1613,9 +1641,9 @@ class _FusedOptimizer(torch.optim.Optimizer):
             and _layout(saved[name]) == _layout(place.data)
         ]
         for name in same:  # bit for bit
-            state[name] = torch.empty_like(
-                place.data, dtype=kept[name], requires_grad=False
-            ).copy_(saved[name])
+            state[name] = torch.empty_like(place.data, dtype=kept[name], requires_grad=False).copy_(
+                saved[name]
+            )
             if f"{name}_scale" in saved:
                 state[f"{name}_scale"] = saved[f"{name}_scale"].to(param.device, copy=True)
         self._init_state(param, form)
@@ -1647,11 +1675,11 @@ class _FusedOptimizer(torch.optim.Optimizer):
         state_dict = self.state_dict()
         state_dict["state"], packed_groups = {}, state_dict["param_groups"]
         state_dict["param_groups"] = []
-        for group, packed in zip(self.param_groups, packed_groups):
+        for group, packed in zip(self.param_groups, packed_groups, strict=True):
             state_dict["param_groups"].append(
                 {"params": packed["params"], **self._torch_group(group)}
             )
-            for param, key in zip(group["params"], packed["params"]):
+            for param, key in zip(group["params"], packed["params"], strict=True):
                 if param in self.state:
                     form = self._form(param, group)
                     state_dict["state"][key] = self._torch_state(param, form)
@@ -1675,6 +1703,7 @@ class _FusedOptimizer(torch.optim.Optimizer):
         packed = {
             key: {name: _pack(value) for name, value in values.items()}
             for key, values in self.state.items()
+            if isinstance(values, dict)
         }
         own = {"state": packed, "_seed": self._seed, "_grad_none": self._grad_none}
         return {**super().__getstate__(), **own}

@@ -126,7 +126,8 @@ class GPT(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 ends_shortcut = name.endswith(("mix.weight", "down.weight"))
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers if ends_shortcut else 1))
+                depth = 2 * layers if ends_shortcut else 1
+                nn.init.normal_(parameter, std=0.5 / math.sqrt(width * depth))
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
@@ -418,8 +419,10 @@ class GraphedStep:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.calls = 0
+        self.side_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.offsets = torch.zeros_like(draw_offsets(run), device=run.device)  # the graph's input
+        shape = (run.trainer.accumulate, run.trainer.batch_size)
+        self.offsets = torch.zeros(shape, dtype=torch.int64, device=run.device)  # the graph's input
         self.result = torch.empty(0)  # and its output
 
     def __call__(self, offsets: Tensor) -> Tensor:
@@ -436,11 +439,11 @@ class GraphedStep:
 
     def step_aside(self) -> Tensor:
         """An eager step on a stream other than the default one, as a capture needs before it."""
-        main, side = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(main)
-        with torch.cuda.stream(side):
+        main_stream = torch.cuda.current_stream()
+        self.side_stream.wait_stream(main_stream)
+        with torch.cuda.stream(self.side_stream):
             result = train_step(self.run, self.offsets)
-        main.wait_stream(side)
+        main_stream.wait_stream(self.side_stream)
         return result
 
     def capture(self) -> None:
@@ -490,12 +493,12 @@ def train(run: Run) -> str:
                 continue
             rows = log(run, results, since)
             latest = rows[-1]
-            bar.set_postfix_str(f"{latest['train_bits_per_byte']:.3f} bits/byte", refresh=False)
+            loss, speed = latest["train_bits_per_byte"], latest["tokens_per_second"]
+            bar.set_postfix_str(f"{loss:.3f} bits/byte, {speed:,.0f} tokens/s", refresh=False)
             bar.update(len(rows))
             if evaluating:
-                latest["validation_bits_per_byte"] = evaluate(run)
-                loss = f"{latest['validation_bits_per_byte']:.3f} bits/byte"
-                bar.write(f"step {run.step}: validation {loss}")
+                latest["validation_bits_per_byte"] = loss = evaluate(run)
+                bar.write(f"step {run.step}: validation {loss:.3f} bits/byte")
             write_metrics(run, rows, "a")
             if saving:
                 save_checkpoint(run)
@@ -643,7 +646,7 @@ def report(run: Run, how: str) -> float:
         "optimizer": f"{median_after_first(run, 'optimizer_ms'):.3f} ms a step",
         "throughput": f"{median_after_first(run, 'tokens_per_second'):,.0f} tokens/s",
         "steps ran as": how,
-        "optimizer backend": getattr(run.optimizer, "backend", "torch.optim"),
+        "optimizer backend": getattr(run.optimizer, "backend", "torch.optim") or "no step made",
         "parameters": f"{parameters:,}",
         "optimizer state": f"{sum(state.values()) / parameters:.3f} bytes a parameter",
         **{f"  {name}": f"{size / parameters:.3f}" for name, size in state.items()},
@@ -709,25 +712,39 @@ def draw_losses(run: Run) -> None:
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
 def main(config: DictConfig) -> float:
     """One run, from its settings to its table."""
-    job = HydraConfig.get()
-    overrides = {key_of(override): override for override in job.overrides.task}
-    checkpoint = load_checkpoint(config.resume) if config.resume is not None else None
-    if checkpoint is not None:  # its settings, and over them those given now
-        overrides = {key_of(override): override for override in checkpoint["overrides"]} | overrides
-        config = hydra.compose(job.job.config_name, list(overrides.values()))
-    overrides.pop("resume", None)
-    run = Run(config, Path(job.runtime.output_dir), list(overrides.values()))
-    if checkpoint is not None:
-        restore(run, checkpoint)
-    return report(run, train(run))
+    with errors_in_one_line():
+        job = HydraConfig.get()
+        overrides = {key_of(override): override for override in job.overrides.task}
+        checkpoint = load_checkpoint(config.resume) if config.resume is not None else None
+        if checkpoint is not None:  # its settings, and over them those given now
+            saved = {key_of(override): override for override in checkpoint["overrides"]}
+            overrides = saved | overrides
+            config = hydra.compose(job.job.config_name, list(overrides.values()))
+        overrides.pop("resume", None)
+        run = Run(config, Path(job.runtime.output_dir), list(overrides.values()))
+        if checkpoint is not None:
+            restore(run, checkpoint)
+        return report(run, train(run))
 
 
 def key_of(override: str) -> str:
     return override.lstrip("+~").split("=")[0]
 
 
+@contextmanager
+def errors_in_one_line() -> Iterator[None]:
+    """What the user got wrong becomes a line that says what is allowed, and exit code 2."""
+    try:
+        yield
+    except (ConfigError, HydraException, OmegaConfBaseException) as error:
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("stopped; the run's folder keeps its last whole checkpoint.pt", file=sys.stderr)
+        sys.exit(130)
+
+
 def one_line(error: BaseException) -> str:
-    """What was wrong and what is allowed."""
     cause = error.__cause__
     if isinstance(error, MissingConfigException) and error.options:
         wanted = str(error.missing_cfg_file).replace("/", "=")
@@ -737,23 +754,12 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
-def command_line() -> int:
-    """Run `main`; what the user got wrong becomes one line and exit code 2."""
-    wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises, rather than print at length
-    try:
+def command_line() -> None:
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra raises, rather than print at length
+    with errors_in_one_line():
         main()
-    except (ConfigError, HydraException, OmegaConfBaseException) as error:
-        if wants_traceback:
-            raise
-        print(f"error: {one_line(error)}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("stopped; the run's folder keeps its last whole checkpoint.pt", file=sys.stderr)
-        return 130
-    return 0
 
 
 if __name__ == "__main__":
     sys.modules["train"] = sys.modules["__main__"]  # conf/ names train.GPT: no second copy of it
-    sys.exit(command_line())
+    command_line()

@@ -1,5 +1,6 @@
-// The same slices on a CPU thread: a tile is a run of blocks, a slice one block of kScaleBlock
-// elements. Who divides tiles among threads is the caller's business.
+// The same slices on a CPU thread: a tile is a run of slices, a slice one block of kScaleBlock elements
+// or, without block scales, what fits into vector registers. Who divides tiles among threads is the
+// caller's business.
 #pragma once
 
 #include "multi_tensor.cuh"
@@ -7,6 +8,9 @@
 namespace fusedopt {
 
 constexpr int64_t kHostTile = 64 * kScaleBlock;
+
+template <class S>
+constexpr int kHostSlice = Layout<S>::kBlockScaled ? kScaleBlock : 16;
 
 template <class S>
 constexpr Kernels make_kernels() {
@@ -26,9 +30,9 @@ constexpr Kernels make_kernels() {
           const auto& ready = static_cast<const Ready<Rule>*>(args.ready)[args.tiles[i]];
           if (!ready.grad) continue;
           const int64_t begin = (i - row.first_tile) * kHostTile;
-          for (int64_t offset = begin; offset < begin + kHostTile; offset += kScaleBlock) {
-            if (offset >= row.numel) break;
-            update_tile<S, kScaleBlock>(row, ready, offset, kScaleBlock, offset);
+          const int64_t end = begin + kHostTile < row.numel ? begin + kHostTile : row.numel;
+          for (int64_t offset = begin; offset < end; offset += kHostSlice<S>) {
+            update_tile<S, kHostSlice<S>>(row, ready, offset, kHostSlice<S>, offset);
           }
         }
         return 0;

@@ -1,0 +1,66 @@
+"""The CUDA sources compile for every architecture that is promised, without spilling a register."""
+
+import os
+import re
+import shlex
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import fusedopt
+
+ARCHITECTURES = ("80", "90", "100")
+# One of each kind of stream and of each relation of parameter and master.
+SIGNATURES = (
+    ("Adam", "F32", "F32", "None", False, ("F32", "F32")),
+    ("Adam", "BF16", "BF16", "None", True, ("BF16", "BF16")),
+    ("Adam", "F16", "F16", "F32", False, ("F16", "F16")),
+    ("Adam", "BF16", "F32", "F16", False, ("E4M3", "E4M3")),
+    ("Adam", "BF16", "BF16", "Remainder16", False, ("E4M3", "E5M2")),
+    ("Adam", "BF16", "BF16", "Remainder8", False, ("F32", "E4M3", "E4M3")),
+    ("Adam", "E4M3", "BF16", "F32", False, ("BF16", "BF16")),
+)
+
+
+def compile_report(signature: fusedopt._Signature, home: Path, target: Path) -> str:
+    """What ptxas says of one signature, compiled for every architecture."""
+    command = [
+        str(home / "bin" / "nvcc"),
+        *("-std=c++17", "-O3", "-Xptxas=-v", "-cubin", "-Werror=all-warnings"),
+        *(f"-D{define}" for define in signature.defines()),
+        "step.cu",
+    ]
+    report = ""
+    for architecture in ARCHITECTURES:
+        arch = f"-gencode=arch=compute_{architecture},code=sm_{architecture}"
+        output = ["-o", str(target / f"{architecture}.cubin")]
+        folder = Path(fusedopt.__file__).parent / "cuda"
+        done = subprocess.run(
+            [*command, arch, *output], cwd=folder, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, f"{shlex.join(command)}\n{done.stderr}"
+        report += done.stderr
+    return report
+
+
+def test_signatures_compile_without_spills(tmp_path: Path) -> None:
+    home = fusedopt._find_cuda_home()
+    if home is None:
+        pytest.skip("no CUDA toolkit of torch's major version on this machine")
+    folders = [tmp_path / str(i) for i in range(len(SIGNATURES))]
+    for folder in folders:
+        folder.mkdir()
+    signatures = [fusedopt._Signature(*signature) for signature in SIGNATURES]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        reports = pool.map(
+            lambda pair: compile_report(pair[0], home, pair[1]),
+            zip(signatures, folders, strict=True),
+        )
+    for signature, report in zip(signatures, reports, strict=True):
+        compiled = set(re.findall(r"update_kernel.*' for 'sm_(\d+)'", report))
+        assert compiled == set(ARCHITECTURES), report
+        spills = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", report)
+        assert spills, report
+        assert set(spills) == {("0", "0")}, f"{signature} spills: {report}"
