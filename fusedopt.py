@@ -53,7 +53,15 @@ from torch import Tensor
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import ParamsT
 
-__all__ = ["BuildError", "FusedAdam", "FusedOptWarning", "fp8_dequantize", "fp8_parameter"]
+__all__ = [
+    "BuildError",
+    "FusedAdam",
+    "FusedLion",
+    "FusedOptWarning",
+    "FusedSGD",
+    "fp8_dequantize",
+    "fp8_parameter",
+]
 
 # ==================================================================================================
 # Building the extension
@@ -902,7 +910,16 @@ class _TorchPlan:
         self.optimizer = optimizer
         self.rows = rows
         self.forms = forms
+        self.structure = self._read_structure(optimizer.param_groups)
         self.grads: list[Tensor | None] = []
+
+    def _read_structure(self, groups: list[dict[str, Any]]) -> list[Any]:
+        values = [group[key] for group in groups for key in self.optimizer._structure]
+        return [bool(value) if isinstance(value, int | float) else value for value in values]
+
+    def fits(self, groups: list[dict[str, Any]]) -> bool:
+        """Whether groups still ask for the states that the plan was made for."""
+        return self._read_structure(groups) == self.structure
 
     def gather(self, grads: list[Tensor | None] | None) -> bool:
         """Read the gradients; False if the plan no longer fits."""
@@ -922,7 +939,7 @@ class _TorchPlan:
         self, groups: list[dict[str, Any]], grad_scale: Tensor | None, found_inf: Tensor | None
     ) -> bool:
         """Gather and launch; False, with nothing changed, if the plan no longer fits."""
-        fits = self.gather(None)
+        fits = self.fits(groups) and self.gather(None)
         if fits:
             self.launch(groups, grad_scale, found_inf)
         return fits
@@ -983,6 +1000,15 @@ def _read_weight(place: _Weight, form: _Form, state: dict[str, Tensor]) -> Tenso
     return _decode(form.master, _Role.MOMENT, master, state.get("master_param_scale"))
 
 
+def _old_master(place: _Weight, master: Tensor, state: dict[str, Tensor]) -> Tensor:
+    """The flat fp32 weight, in the parameter's memory order, of a master in any form."""
+    if master.dtype in _REMAINDERS:
+        master = torch.empty_like(place.data, dtype=master.dtype).copy_(master)
+        return _join(_flat(place.data.to(torch.bfloat16)), _flat(master))
+    values = _unscaled(master, state.get("master_param_scale"), _Role.MOMENT)
+    return _flat(torch.empty_like(place.data, dtype=torch.float32).copy_(values))
+
+
 def _write_weight(
     place: _Weight, form: _Form, state: dict[str, Tensor], weight: Tensor, noise: _Noise
 ) -> list[tuple[Tensor, Tensor]]:
@@ -1017,6 +1043,15 @@ def _write_weight(
     return writes
 
 
+def _validate_betas(group: dict[str, Any]) -> None:
+    try:
+        group["betas"] = beta1, beta2 = tuple(group["betas"])
+    except (TypeError, ValueError):
+        raise ValueError(f"betas must be two numbers, got {group['betas']!r}") from None
+    if not (0 <= float(beta1) < 1 and 0 <= float(beta2) < 1):
+        raise ValueError(f"betas must lie in [0, 1), got {group['betas']}")
+
+
 def _is_observed(optimizer: torch.optim.Optimizer) -> bool:
     """Whether hooks or a profiler want to see a step; what they need costs more than a step."""
     return bool(
@@ -1041,6 +1076,16 @@ class _FusedOptimizer(torch.optim.Optimizer):
 
     _rule: str
     _hyperparameters: tuple[str, ...]
+    # The keys of a group that decide what is kept: storage, which a checkpoint converts to.
+    _modes: tuple[str, ...] = (
+        "master_weights",
+        "master_weight_dtype",
+        "master_weight_bits",
+        "store_param_remainders",
+        "use_decoupled_grad",
+        "stochastic_rounding",
+    )
+    _structure: tuple[str, ...]  # `_modes` and whatever else makes a plan stale when it changes
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -1202,11 +1247,15 @@ class _FusedOptimizer(torch.optim.Optimizer):
         state, place = self.state[param], _weight_of(param)
         if "step" not in state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
-        for name, code, _ in form.states:
-            if name not in state:
+        for stream, (name, code, role) in enumerate(form.states):
+            old = state.get(name)
+            if old is None or old.dtype != code.dtype:
+                scale = state.pop(f"{name}_scale", None)
                 state[name] = torch.zeros_like(place.data, dtype=code.dtype, requires_grad=False)
                 if code.top is not None:
                     state[f"{name}_scale"] = self._new_scales(param)
+                if old is not None:  # the group's dtype was changed
+                    self._set_state(param, form, stream, _flat(_unscaled(old, scale, role)))
         if form.master is not None and "master_param" not in state:
             self._set_master(param, form, _read_weight(place, form, state))
         if (
@@ -1331,6 +1380,8 @@ class _FusedOptimizer(torch.optim.Optimizer):
             plan = bindings.Plan(
                 device=device,
                 hyperparameters=tuple(sys.intern(key) for key in self._hyperparameters),
+                structure=tuple(sys.intern(key) for key in self._structure),
+                groups=self.param_groups,
                 kernels=addresses,
                 seed=self._seed,
             )
@@ -1428,7 +1479,8 @@ class _FusedOptimizer(torch.optim.Optimizer):
                 for param in group["params"]
             )
         return all(
-            made.plan.gather(
+            made.plan.fits(self.param_groups)
+            and made.plan.gather(
                 None if made.sources is None else [self._gradient(*row) for row in made.sources]
             )
             for made in self._plans
@@ -1597,25 +1649,13 @@ class _FusedOptimizer(torch.optim.Optimizer):
     def _loaded_group(self, group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
         """A group with the hyperparameters of the file and the modes of this optimizer."""
         loaded = {**self.defaults, **deepcopy({k: v for k, v in saved.items() if k != "params"})}
-        for key in self._modes:
-            loaded[key] = group[key]
+        for key in (*self._modes, "capturable", "foreach", "fused", "differentiable"):
+            if key in group:
+                loaded[key] = group[key]
         loaded["params"] = group["params"]
         if "param_names" in group:
             loaded.setdefault("param_names", group["param_names"])
         return loaded
-
-    _modes: tuple[str, ...] = (
-        "capturable",
-        "master_weights",
-        "master_weight_dtype",
-        "master_weight_bits",
-        "store_param_remainders",
-        "use_decoupled_grad",
-        "stochastic_rounding",
-        "foreach",
-        "fused",
-        "differentiable",
-    )
 
     def _load_param(
         self, param: Tensor, form: _Form, saved: dict[str, Any], group: dict[str, Any]
@@ -1653,15 +1693,7 @@ class _FusedOptimizer(torch.optim.Optimizer):
                 values = _unscaled(saved[name], None if scale is None else scale, role)
                 self._set_state(param, form, stream, self._in_order(param, values))
         if form.master is not None and "master_param" in saved and "master_param" not in same:
-            master = saved["master_param"]
-            if master.dtype in _REMAINDERS:
-                half = self._in_order(param, place.data).to(torch.bfloat16)
-                rest = torch.empty_like(place.data, dtype=master.dtype).copy_(master)
-                weight = _join(half, _flat(rest))
-            else:
-                scale = saved.get("master_param_scale")
-                weight = self._in_order(param, _unscaled(master, scale, _Role.MOMENT))
-            self._set_master(param, form, weight)
+            self._set_master(param, form, _old_master(place, saved["master_param"], saved))
 
     def _saved_step(self, saved: dict[str, Any], group: dict[str, Any]) -> Any:
         return saved.get("step", 0.0)
@@ -1789,6 +1821,8 @@ class FusedAdam(_FusedOptimizer):
         "bias_correction",
         "adam_w_mode",
     )
+    _modes = (*_FusedOptimizer._modes, "exp_avg_dtype", "exp_avg_sq_dtype")
+    _structure = (*_modes, "amsgrad")
 
     def __init__(
         self,
@@ -1842,12 +1876,7 @@ class FusedAdam(_FusedOptimizer):
         super().__init__(params, defaults, seed, set_grad_none)
 
     def _validate(self, group: dict[str, Any]) -> None:
-        try:
-            group["betas"] = beta1, beta2 = tuple(group["betas"])
-        except (TypeError, ValueError):
-            raise ValueError(f"betas must be two numbers, got {group['betas']!r}") from None
-        if not (0 <= float(beta1) < 1 and 0 <= float(beta2) < 1):
-            raise ValueError(f"betas must lie in [0, 1), got {group['betas']}")
+        _validate_betas(group)
         if not 0 <= float(group["eps"]) < math.inf:
             raise ValueError(f"eps must be finite and at least 0, got {group['eps']}")
         for option in ("exp_avg_dtype", "exp_avg_sq_dtype"):
@@ -1885,8 +1914,6 @@ class FusedAdam(_FusedOptimizer):
         weight = weight - exp_avg * (lr / correction1) / denominator
         return weight, [exp_avg, exp_avg_sq, *maximum]
 
-    _modes = (*_FusedOptimizer._modes, "exp_avg_dtype", "exp_avg_sq_dtype")
-
     def _loaded_group(self, group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
         loaded = super()._loaded_group(group, saved)
         if "adam_w_mode" not in saved:  # a file of torch.optim
@@ -1901,3 +1928,257 @@ class FusedAdam(_FusedOptimizer):
             **{key: group[key] for key in (*same, "foreach", "fused", "differentiable")},
             "decoupled_weight_decay": group["adam_w_mode"],
         }
+
+
+class FusedSGD(_FusedOptimizer):
+    """SGD with momentum (Sutskever et al., 2013), one kernel launch per step.
+
+    A drop-in for torch.optim.SGD and TransformerEngine's FusedSGD. Differences from torch:
+    parameters of float64 or complex dtypes are a TypeError, and `state` also counts steps.
+
+    Args:
+        params: parameters (fp32, bf16, fp16, or fp8 as made by fp8_parameter) or groups of them.
+        lr: learning rate, a float or a tensor of one element.
+        momentum: at least 0; 0 keeps no buffer.
+        dampening: of the gradient that enters the buffer; not at its first use.
+        weight_decay: L2 penalty.
+        nesterov: Nesterov momentum; wants momentum > 0 and dampening = 0.
+        wd_after_momentum: add weight_decay * p after the momentum instead of before.
+        maximize: ascend instead of descend.
+        capturable: keep lr on the device, so that a captured CUDA graph follows its changes.
+        master_weights: keep an fp32 copy of parameters narrower than fp32, in `state`.
+        master_weight_dtype: of that copy: torch.float32 or torch.float16 (block-scaled).
+        master_weight_bits: 24 keeps 8 more bits beside a bf16 parameter instead of a copy.
+        store_param_remainders: keep 16 more bits beside a bf16 parameter: the exact fp32 master.
+        momentum_dtype: dtype of the buffer: None or "fp32", "bf16", "fp16", "fp8", "fp8_e5m2", or
+            the torch.dtype; torch.uint8 means fp8. Tensors under 4096 elements keep fp32.
+        use_decoupled_grad: read `p.decoupled_grad` instead of `p.grad`.
+        stochastic_rounding: round bf16 parameters without a master stochastically.
+        materialize_master_grads: accepted for TransformerEngine's sake: gradients of any dtype are
+            read as they are, no fp32 copy of them is ever made.
+        seed: of the stochastic rounding; the same on every replica.
+        set_grad_none: deprecated; the default of zero_grad's set_to_none.
+        foreach: accepted as None only; there is one implementation.
+        fused: accepted as None or True only.
+        differentiable: accepted as False only.
+
+    Raises:
+        TypeError: a parameter's dtype or layout is unsupported.
+        ValueError: a value is out of its range, or two options contradict each other.
+    """
+
+    _rule = "SGD"
+    _hyperparameters = (
+        "maximize",
+        "lr",
+        "momentum",
+        "dampening",
+        "weight_decay",
+        "nesterov",
+        "wd_after_momentum",
+    )
+    _modes = (*_FusedOptimizer._modes, "momentum_dtype")
+    _structure = (*_modes, "momentum")
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 0.1,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        wd_after_momentum: bool = False,
+        maximize: bool = False,
+        capturable: bool = False,
+        master_weights: bool = False,
+        master_weight_dtype: torch.dtype | str = torch.float32,
+        master_weight_bits: int | None = None,
+        store_param_remainders: bool = False,
+        momentum_dtype: torch.dtype | str | None = None,
+        use_decoupled_grad: bool = False,
+        stochastic_rounding: bool = False,
+        materialize_master_grads: bool = True,
+        seed: int = 0,
+        set_grad_none: bool | None = None,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        differentiable: bool = False,
+    ) -> None:
+        defaults = dict(
+            lr=lr,
+            momentum=momentum,
+            dampening=dampening,
+            weight_decay=weight_decay,
+            nesterov=nesterov,
+            wd_after_momentum=wd_after_momentum,
+            maximize=maximize,
+            capturable=capturable,
+            master_weights=master_weights,
+            master_weight_dtype=master_weight_dtype,
+            master_weight_bits=master_weight_bits,
+            store_param_remainders=store_param_remainders,
+            momentum_dtype=momentum_dtype,
+            use_decoupled_grad=use_decoupled_grad,
+            stochastic_rounding=stochastic_rounding,
+            materialize_master_grads=materialize_master_grads,
+            foreach=foreach,
+            fused=fused,
+            differentiable=differentiable,
+        )
+        super().__init__(params, defaults, seed, set_grad_none)
+
+    def _validate(self, group: dict[str, Any]) -> None:
+        if not 0 <= float(group["momentum"]) < math.inf:
+            raise ValueError(f"momentum must be finite and at least 0, got {group['momentum']}")
+        if not math.isfinite(float(group["dampening"])):
+            raise ValueError(f"dampening must be finite, got {group['dampening']}")
+        if group["nesterov"] and (group["momentum"] == 0 or group["dampening"] != 0):
+            raise ValueError(
+                "nesterov=True wants momentum > 0 and dampening = 0, got "
+                f"momentum={group['momentum']}, dampening={group['dampening']}"
+            )
+        group["momentum_dtype"] = _as_code(group["momentum_dtype"], "momentum_dtype")
+
+    def _states(self, group: dict[str, Any]) -> tuple[tuple[str, torch.dtype, _Role], ...]:
+        if group["momentum"] == 0:
+            return ()
+        return (("momentum_buffer", group["momentum_dtype"], _Role.MOMENT),)
+
+    def _update(
+        self,
+        weight: Tensor,
+        grad: Tensor,
+        states: list[Tensor],
+        group: dict[str, Any],
+        step: Tensor,
+    ) -> tuple[Tensor, list[Tensor]]:
+        decay, after = group["weight_decay"], group["wd_after_momentum"]
+        if decay != 0 and not after:
+            grad = grad + weight * decay
+        if states:
+            kept = states[0] * group["momentum"] + grad * (1 - group["dampening"])
+            states = [torch.where(step == 1, grad, kept)]
+            grad = grad + states[0] * group["momentum"] if group["nesterov"] else states[0]
+        if decay != 0 and after:
+            grad = grad + weight * decay
+        return weight - grad * group["lr"], states
+
+    def _init_state(self, param: Tensor, form: _Form) -> None:
+        state = self.state[param]
+        if form.states and "momentum_buffer" not in state and "step" in state:
+            state["step"].zero_()  # the buffer is new: its first use is yet to come
+        super()._init_state(param, form)
+
+    def _saved_step(self, saved: dict[str, Any], group: dict[str, Any]) -> Any:
+        # torch.optim.SGD counts no steps: a buffer in the file has been used already.
+        return saved.get("step", 0.0 if saved.get("momentum_buffer") is None else 1.0)
+
+    def _torch_group(self, group: dict[str, Any]) -> dict[str, Any]:
+        if group["wd_after_momentum"]:
+            raise ValueError("wd_after_momentum=True has no counterpart in torch.optim.SGD")
+        same = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
+        return {key: group[key] for key in (*same, "foreach", "fused", "differentiable")}
+
+    def _torch_state(self, param: Tensor, form: _Form) -> dict[str, Any]:
+        state = super()._torch_state(param, form)
+        del state["step"]
+        return state or {"momentum_buffer": None}
+
+
+class FusedLion(_FusedOptimizer):
+    """Lion (Chen et al., 2023, "Symbolic Discovery of Optimization Algorithms"), fused.
+
+    The update is lr * sign(beta1 * m + (1 - beta1) * g), with decoupled weight decay; then
+    m = beta2 * m + (1 - beta2) * g.
+
+    Args:
+        params: parameters (fp32, bf16, fp16, or fp8 as made by fp8_parameter) or groups of them.
+        lr: learning rate, a float or a tensor of one element; a third to a tenth of Adam's.
+        betas: of the update and of the moment, each in [0, 1).
+        weight_decay: decoupled.
+        maximize: ascend instead of descend.
+        capturable: keep lr on the device, so that a captured CUDA graph follows its changes.
+        master_weights: keep an fp32 copy of parameters narrower than fp32, in `state`.
+        master_weight_dtype: of that copy: torch.float32 or torch.float16 (block-scaled).
+        master_weight_bits: 24 keeps 8 more bits beside a bf16 parameter instead of a copy.
+        store_param_remainders: keep 16 more bits beside a bf16 parameter: the exact fp32 master.
+        exp_avg_dtype: dtype of the moment: None or "fp32", "bf16", "fp16", "fp8", "fp8_e5m2", or
+            the torch.dtype; torch.uint8 means fp8. Tensors under 4096 elements keep fp32.
+        use_decoupled_grad: read `p.decoupled_grad` instead of `p.grad`.
+        stochastic_rounding: round bf16 parameters without a master stochastically.
+        seed: of the stochastic rounding; the same on every replica.
+        set_grad_none: deprecated; the default of zero_grad's set_to_none.
+
+    Raises:
+        TypeError: a parameter's dtype or layout is unsupported.
+        ValueError: a value is out of its range, or two options contradict each other.
+    """
+
+    _rule = "Lion"
+    _hyperparameters = ("maximize", "lr", "betas", "weight_decay")
+    _modes = (*_FusedOptimizer._modes, "exp_avg_dtype")
+    _structure = _modes
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        capturable: bool = False,
+        master_weights: bool = False,
+        master_weight_dtype: torch.dtype | str = torch.float32,
+        master_weight_bits: int | None = None,
+        store_param_remainders: bool = False,
+        exp_avg_dtype: torch.dtype | str | None = None,
+        use_decoupled_grad: bool = False,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
+        set_grad_none: bool | None = None,
+    ) -> None:
+        defaults = dict(
+            lr=lr,
+            betas=betas,
+            weight_decay=weight_decay,
+            maximize=maximize,
+            capturable=capturable,
+            master_weights=master_weights,
+            master_weight_dtype=master_weight_dtype,
+            master_weight_bits=master_weight_bits,
+            store_param_remainders=store_param_remainders,
+            exp_avg_dtype=exp_avg_dtype,
+            use_decoupled_grad=use_decoupled_grad,
+            stochastic_rounding=stochastic_rounding,
+        )
+        super().__init__(params, defaults, seed, set_grad_none)
+
+    def _validate(self, group: dict[str, Any]) -> None:
+        _validate_betas(group)
+        group["exp_avg_dtype"] = _as_code(group["exp_avg_dtype"], "exp_avg_dtype")
+
+    def _states(self, group: dict[str, Any]) -> tuple[tuple[str, torch.dtype, _Role], ...]:
+        return (("exp_avg", group["exp_avg_dtype"], _Role.MOMENT),)
+
+    def _update(
+        self,
+        weight: Tensor,
+        grad: Tensor,
+        states: list[Tensor],
+        group: dict[str, Any],
+        step: Tensor,
+    ) -> tuple[Tensor, list[Tensor]]:
+        (exp_avg,), (beta1, beta2) = states, group["betas"]
+        lr, decay = group["lr"], group["weight_decay"]
+        update = exp_avg + (grad - exp_avg) * (1 - beta1)
+        sign = update.sign().where(~update.isnan(), update)
+        exp_avg = exp_avg + (grad - exp_avg) * (1 - beta2)
+        if decay != 0:
+            weight = weight - weight * (lr * decay)
+        return weight - sign * lr, [exp_avg]
+
+    def _torch_group(self, group: dict[str, Any]) -> dict[str, Any]:
+        raise ValueError("torch.optim has no Lion")

@@ -65,9 +65,16 @@ struct Chunk {
 
 class Plan {
  public:
-  // kernels: the address that each signature's fusedopt_kernels() gave.
-  Plan(at::Device device, py::tuple hyperparameters, std::vector<int64_t> kernels, uint32_t seed)
-      : device_(device), keys_(std::move(hyperparameters)), seed_(seed), tiles_(kernels.size()) {
+  // kernels: the address that each signature's fusedopt_kernels() gave. structure: the keys of a group
+  // that decide which states and signatures there are.
+  Plan(at::Device device, py::tuple hyperparameters, py::tuple structure, const py::list& groups,
+       std::vector<int64_t> kernels, uint32_t seed)
+      : device_(device),
+        keys_(std::move(hyperparameters)),
+        structure_keys_(std::move(structure)),
+        seed_(seed),
+        tiles_(kernels.size()) {
+    structure_ = read_structure(groups);
     for (const int64_t address : kernels) {
       kernels_.push_back(reinterpret_cast<const Kernels*>(address));
       TORCH_CHECK(kernels_.back()->ready_bytes == kernels_.front()->ready_bytes &&
@@ -203,9 +210,16 @@ class Plan {
     return true;
   }
 
+  // Whether groups still ask for the states and signatures that the plan was made for.
+  bool fits(const py::list& groups) const {
+    const auto current = read_structure(groups);
+    return std::equal(current.begin(), current.end(), structure_.begin(), structure_.end(),
+                      [](const py::object& a, const py::object& b) { return a.is(b); });
+  }
+
   bool step(const py::list& groups, const OptionalTensor& grad_scale,
             const OptionalTensor& found_inf) {
-    if (!gather(py::none())) return false;
+    if (!fits(groups) || !gather(py::none())) return false;
     launch(groups, grad_scale, found_inf);
     return true;
   }
@@ -372,6 +386,21 @@ class Plan {
     return tensor->data_ptr<float>();
   }
 
+  // Numbers count as zero or not (a schedule may move momentum), all else as the object it is.
+  std::vector<py::object> read_structure(const py::list& groups) const {
+    std::vector<py::object> values;
+    for (const py::handle& group : groups) {
+      for (const py::handle& key : structure_keys_) {
+        PyObject* value = PyDict_GetItemWithError(group.ptr(), key.ptr());
+        TORCH_CHECK_VALUE(value != nullptr, "a parameter group has no ", py::str(key));
+        const bool number = PyFloat_Check(value) || PyLong_Check(value);
+        values.push_back(number ? py::bool_(PyObject_IsTrue(value) != 0)
+                                : py::reinterpret_borrow<py::object>(value));
+      }
+    }
+    return values;
+  }
+
   // group dicts -> words: a tensor on this device is passed on as a pointer.
   void read_groups(const py::list& groups) {
     group_words_.clear();
@@ -418,7 +447,8 @@ class Plan {
   }
 
   at::Device device_;
-  py::tuple keys_;
+  py::tuple keys_, structure_keys_;
+  std::vector<py::object> structure_;
   uint32_t seed_;
   std::vector<const Kernels*> kernels_;
   std::vector<Entry> entries_;
@@ -443,8 +473,10 @@ class Plan {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using fusedopt::Plan;
   py::class_<Plan>(m, "Plan", py::module_local())
-      .def(py::init<at::Device, py::tuple, std::vector<int64_t>, uint32_t>(), py::arg("device"),
-           py::arg("hyperparameters"), py::arg("kernels"), py::arg("seed"))
+      .def(py::init<at::Device, py::tuple, py::tuple, const py::list&, std::vector<int64_t>, uint32_t>(),
+           py::arg("device"), py::arg("hyperparameters"), py::arg("structure"), py::arg("groups"),
+           py::arg("kernels"), py::arg("seed"))
+      .def("fits", &Plan::fits, py::arg("groups"))
       .def("watch", &Plan::watch, py::arg("param"))
       .def("add", &Plan::add, py::kw_only(), py::arg("param"), py::arg("data"),
            py::arg("grad_dtype"), py::arg("step"), py::arg("states"), py::arg("scales"),

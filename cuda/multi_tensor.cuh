@@ -423,7 +423,7 @@ struct Layout<Signature<R, P, G, M, kStochastic, Codes...>> {
                                        sizeof(typename P::Storage) == 1;
   static constexpr size_t kWidest = widest<P, G, M, Codes...>();
   static constexpr int kElements = kBlockScaled || kWidest < sizeof(float) ? 8 : 4;
-  static constexpr int kThreads = 256;
+  static constexpr int kThreads = 128;
   template <int N>
   using WeightOf = Weight<P, kStochastic, M, N>;
   template <int N>

@@ -50,4 +50,66 @@ struct Adam {
   }
 };
 
+// SGD with momentum (Sutskever et al., 2013, as torch.optim.SGD writes it). Without a state there is no
+// momentum.
+struct SGD {
+  struct Hyperparameters {
+    double maximize, lr, momentum, dampening, weight_decay, nesterov, wd_after_momentum;
+  };
+  static constexpr Role kRoles[] = {Role::kMoment};
+
+  float lr, momentum, keep, take, decay_before, decay_after;
+  bool nesterov;
+
+  FUSEDOPT_HD void begin_step(const Hyperparameters& group, double step) {
+    const bool first = step == 1;  // the buffer starts as the gradient itself, without dampening
+    const bool after = group.wd_after_momentum != 0;
+    lr = static_cast<float>(group.lr);
+    momentum = static_cast<float>(group.momentum);
+    keep = first ? 0 : momentum;
+    take = static_cast<float>(first ? 1 : 1 - group.dampening);
+    decay_before = static_cast<float>(after ? 0 : group.weight_decay);
+    decay_after = static_cast<float>(after ? group.weight_decay : 0);
+    nesterov = group.nesterov != 0;
+  }
+
+  template <int kStates, class Math>
+  FUSEDOPT_HD void apply(float& param, float grad, float (&state)[kMaxStates], Math&) const {
+    grad = decay_before == 0 ? grad : grad + decay_before * param;
+    if constexpr (kStates == 1) {
+      float& momentum_buffer = state[0];
+      momentum_buffer = keep * momentum_buffer + take * grad;
+      grad = nesterov ? grad + momentum * momentum_buffer : momentum_buffer;
+    }
+    grad = decay_after == 0 ? grad : grad + decay_after * param;
+    param = param - lr * grad;
+  }
+};
+
+// Lion (Chen et al., 2023): the sign of an interpolation, decoupled weight decay.
+struct Lion {
+  struct Hyperparameters {
+    double maximize, lr, beta1, beta2, weight_decay;
+  };
+  static constexpr Role kRoles[] = {Role::kMoment};
+
+  float lr, decay, take1, take2;
+
+  FUSEDOPT_HD void begin_step(const Hyperparameters& group, double) {
+    lr = static_cast<float>(group.lr);
+    decay = static_cast<float>(group.lr * group.weight_decay);
+    take1 = static_cast<float>(1 - group.beta1);
+    take2 = static_cast<float>(1 - group.beta2);
+  }
+
+  template <int kStates, class Math>
+  FUSEDOPT_HD void apply(float& param, float grad, float (&state)[kMaxStates], Math&) const {
+    float& exp_avg = state[0];
+    const float update = exp_avg + take1 * (grad - exp_avg);
+    exp_avg = exp_avg + take2 * (grad - exp_avg);
+    param = decay == 0 ? param : param - decay * param;
+    param = param - lr * (update > 0 ? 1.0f : update < 0 ? -1.0f : update);  // 0 and nan stay
+  }
+};
+
 }  // namespace fusedopt

@@ -39,6 +39,28 @@ def adam(weight: Tensor, grad: Tensor, old: States, step: int, o: Options) -> tu
     return weight - lr / correction1 * new["exp_avg"] / denominator, new
 
 
+def sgd(weight: Tensor, grad: Tensor, old: States, step: int, o: Options) -> tuple[Tensor, States]:
+    lr, momentum, decay = float(o["lr"]), float(o["momentum"]), float(o["weight_decay"])
+    grad = -grad if o["maximize"] else grad
+    late = bool(o["wd_after_momentum"])
+    grad = grad if late else grad + decay * weight
+    new = {}
+    if momentum:
+        buffer = momentum * old["momentum_buffer"] + (1 - float(o["dampening"])) * grad
+        new["momentum_buffer"] = buffer = grad if step == 1 else buffer
+        grad = grad + momentum * buffer if o["nesterov"] else buffer
+    return weight - lr * (grad + decay * weight if late else grad), new
+
+
+def lion(weight: Tensor, grad: Tensor, old: States, step: int, o: Options) -> tuple[Tensor, States]:
+    (beta1, beta2), lr, decay = map(float, o["betas"]), float(o["lr"]), float(o["weight_decay"])
+    grad = -grad if o["maximize"] else grad
+    direction = (old["exp_avg"] + (1 - beta1) * (grad - old["exp_avg"])).sign()
+    weight = weight - lr * decay * weight
+    exp_avg = old["exp_avg"] + (1 - beta2) * (grad - old["exp_avg"])
+    return weight - lr * direction, {"exp_avg": exp_avg}
+
+
 # ---- the table ----------------------------------------------------------------------------------
 
 ADAM_STATES = ("exp_avg", "exp_avg_sq")
@@ -111,7 +133,7 @@ def adam_precision(
 FP16_MASTER = dict(master_weights=True, master_weight_dtype=torch.float16)
 
 # Each dtype of each moment, each kind of master and of parameter, and the combinations people use.
-PRECISIONS = (
+ADAM_PRECISIONS = (
     adam_precision("bf16-bf16", F32, "bf16", "bf16"),
     adam_precision("fp16-fp16", F32, "fp16", "fp16"),
     adam_precision("fp8-fp8", F32, "fp8", torch.uint8),
@@ -136,6 +158,8 @@ PRECISIONS = (
     adam_precision("stochastic", BF16, None, None, stochastic_rounding=True),
     adam_precision("stochastic-fp8", BF16, "fp8", "fp8", stochastic_rounding=True),
 )
+
+PRECISIONS = ADAM_PRECISIONS
 
 NARROW = (
     adam_precision("bf16-param", BF16, None, None),

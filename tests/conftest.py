@@ -59,6 +59,18 @@ def built() -> set[str]:
 @pytest.fixture
 def native(device: torch.device, built: set[str], monkeypatch: pytest.MonkeyPatch) -> str:
     """The compiled path, and what optimizer.backend then has to say."""
+    return compiled_path(device, built, monkeypatch)
+
+
+@pytest.fixture
+def cuda(built: set[str], monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """For tests that make sense on a GPU only: the device, with the compiled path."""
+    device = torch.device("cuda")
+    compiled_path(device, built, monkeypatch)
+    return device
+
+
+def compiled_path(device: torch.device, built: set[str], monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.delenv("FUSEDOPT_BACKEND", raising=False)
     if device.type not in built:
         built.add(device.type)
@@ -84,11 +96,14 @@ def backend(request: pytest.FixtureRequest) -> str:
 def build_side_by_side(device: torch.device) -> None:
     """Compile the kernels of the whole table, as many at once as there are cores."""
     width = os.cpu_count() or 1
-    for start in range(0, len(ROWS), width):
-        rows = ROWS[start : start + width]
-        # A failure is remembered, and shows in every test that needs the kernel.
-        with contextlib.suppress(Exception):
-            groups = [
-                dict(row.kwargs, params=new_params(row, device, [(1,), (4096,)])) for row in rows
-            ]
-            make(rows[0], groups).init_state()
+    for name in dict.fromkeys(row.fused for row in ROWS):
+        of_class = [row for row in ROWS if row.fused == name]
+        for start in range(0, len(of_class), width):
+            rows = of_class[start : start + width]
+            # A failure is remembered, and shows in every test that needs the kernel.
+            with contextlib.suppress(Exception):
+                groups = [
+                    dict(row.kwargs, params=new_params(row, device, [(1,), (4096,)]))
+                    for row in rows
+                ]
+                make(rows[0], groups).init_state()

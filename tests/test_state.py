@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cases import (
+    ADAM_PRECISIONS,
     BF16,
     CASES,
     EVERY,
@@ -327,7 +328,7 @@ def test_a_capturable_torch_checkpoint_loads() -> None:
     assert_goes_on_alike(reference, optimizer)
 
 
-@pytest.mark.parametrize("case", PRECISIONS, ids=str)
+@pytest.mark.parametrize("case", ADAM_PRECISIONS, ids=str)
 def test_a_torch_checkpoint_loads_in_every_mode(
     case: Case, device: torch.device, backend: str
 ) -> None:
@@ -347,7 +348,7 @@ def test_a_torch_checkpoint_loads_in_every_mode(
     assert optimizer.backend == backend
 
 
-@pytest.mark.parametrize("case", [*NARROW, *PRECISIONS], ids=str)
+@pytest.mark.parametrize("case", [*NARROW, *ADAM_PRECISIONS], ids=str)
 def test_torch_checkpoints_are_written(case: Case, device: torch.device, backend: str) -> None:
     params = new_params(case, device, SHAPES)
     optimizer = make(case, groups_of(params))

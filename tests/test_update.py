@@ -77,8 +77,11 @@ def run_torch(
     assert case.reference is not None
     mine = [Parameter(param.detach().cpu().clone().to(dtype)) for param in params]
     kwargs = torch_kwargs(case)
-    if isinstance(kwargs.get("lr"), Tensor):  # torch would compute its step size in lr's dtype
+    # torch computes what is derived from tensors in their dtype.
+    if isinstance(kwargs.get("lr"), Tensor):
         kwargs["lr"] = kwargs["lr"].to(dtype)
+    if "betas" in kwargs and isinstance(kwargs["betas"][0], Tensor):
+        kwargs["betas"] = tuple(beta.to(dtype) for beta in kwargs["betas"])
     optimizer = case.reference(groups_of(mine), **kwargs)
     for of_step in grads:
         for param, grad in zip(mine, of_step, strict=True):
