@@ -50,6 +50,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import ParamsT
 
@@ -662,7 +663,7 @@ def _encode(
     if code.dtype is torch.float32:
         return x, scale
     if role is _Role.MAXIMUM:
-        raw = x.to(code.dtype)
+        raw = (x if code.top is None else x.where(x.isfinite(), torch.nan)).to(code.dtype)
     else:
         raw = _round_stochastic(code, x, noise(x.numel()))
     if role is not _Role.MOMENT:
@@ -866,6 +867,7 @@ class _DevicePlan(NamedTuple):
     """The plan of one device, and where gradients come from if not from p.grad."""
 
     backend: str
+    device: torch.device
     plan: Any
     sources: list[tuple[Tensor, dict[str, Any]]] | None
 
@@ -963,6 +965,7 @@ class _TorchPlan:
         found_inf: Tensor | None,
     ) -> None:
         state, form, seed = self.optimizer.state[param], self.forms[param], self.optimizer._seed
+        group = {key: _as_scalar(value) for key, value in group.items()}
         place = _weight_of(param)
         step = state["step"] + 1
         writes = [(state["step"], step)]
@@ -987,6 +990,17 @@ class _TorchPlan:
         writes += _write_weight(place, form, state, weight, noise)
         for target, value in writes:
             target.copy_(value if found_inf is None else torch.where(found_inf != 0, target, value))
+
+
+def _on(device: torch.device, flag: Tensor | None) -> Tensor | None:
+    return flag if flag is None or flag.device == device else flag.to(device, non_blocking=True)
+
+
+def _as_scalar(value: Any) -> Any:
+    """A hyperparameter that broadcasts as a number does."""
+    if isinstance(value, tuple):
+        return tuple(_as_scalar(part) for part in value)
+    return value.reshape(()) if isinstance(value, Tensor) else value
 
 
 def _read_weight(place: _Weight, form: _Form, state: dict[str, Tensor]) -> Tensor:
@@ -1048,6 +1062,8 @@ def _validate_betas(group: dict[str, Any]) -> None:
         group["betas"] = beta1, beta2 = tuple(group["betas"])
     except (TypeError, ValueError):
         raise ValueError(f"betas must be two numbers, got {group['betas']!r}") from None
+    if any(isinstance(beta, Tensor) and beta.numel() != 1 for beta in (beta1, beta2)):
+        raise ValueError(f"betas must be two numbers, got {group['betas']}")
     if not (0 <= float(beta1) < 1 and 0 <= float(beta2) < 1):
         raise ValueError(f"betas must lie in [0, 1), got {group['betas']}")
 
@@ -1364,7 +1380,7 @@ class _FusedOptimizer(torch.optim.Optimizer):
                 for row in rows:
                     if row.grad_dtype is not None:
                         self._init_state(row.param, forms[row.param])
-                return _DevicePlan(backend, _TorchPlan(self, rows, forms), sources)
+                return _DevicePlan(backend, device, _TorchPlan(self, rows, forms), sources)
 
             return finish_torch
 
@@ -1407,7 +1423,7 @@ class _FusedOptimizer(torch.optim.Optimizer):
                     signature=distinct.index(signatures[row.param]),
                 )
             plan.seal()
-            return _DevicePlan(backend, plan, sources)
+            return _DevicePlan(backend, device, plan, sources)
 
         return finish
 
@@ -1466,7 +1482,8 @@ class _FusedOptimizer(torch.optim.Optimizer):
             if not self._gather():
                 raise RuntimeError("gradients changed while the step was prepared")
         for made in self._plans:
-            made.plan.launch(self.param_groups, grad_scale, found_inf)
+            scaling = (_on(made.device, grad_scale), _on(made.device, found_inf))
+            made.plan.launch(self.param_groups, *scaling)
         return loss
 
     _observed_step = torch.optim.Optimizer.profile_hook_step(_step)
@@ -1488,9 +1505,21 @@ class _FusedOptimizer(torch.optim.Optimizer):
 
     def _scaling(self, grad_scaler: Any = None) -> tuple[Tensor | None, Tensor | None]:
         """The loss scale to divide by and the flag that skips the step, both on the device."""
-        grad_scale = self.__dict__.get("grad_scale")  # GradScaler sets both and deletes them again
-        found_inf = self.__dict__.get("found_inf")
+        if grad_scaler is not None and grad_scaler.is_enabled():
+            grad_scale, found_inf = self._scaling_of(grad_scaler)
+        else:
+            grad_scale = self.__dict__.get("grad_scale")  # GradScaler.step sets both for a while
+            found_inf = self.__dict__.get("found_inf")
         return grad_scale, found_inf if isinstance(found_inf, Tensor) else None
+
+    def _scaling_of(self, grad_scaler: Any) -> tuple[Tensor | None, Any]:
+        """What GradScaler.step would have set, for a scaler that was handed to step()."""
+        record = grad_scaler._per_optimizer_states[id(self)]
+        if record["stage"] is OptState.READY:
+            grad_scaler._check_inf_per_device(self)
+        scale = grad_scaler._get_scale_async()
+        flags = [flag.to(scale.device) for flag in record["found_inf_per_device"].values()]
+        return None if record["stage"] is OptState.UNSCALED else scale, sum(flags)
 
     # -- checkpoints
 

@@ -1,5 +1,6 @@
-// The border between Python and the kernels: a Plan holds the tensors of one optimizer on one device,
-// their table and their kernels. The only file that sees a torch header. Knows no arithmetic.
+// The border between Python and the kernels: a Plan holds the tensors of one optimizer on one
+// device, their table and their kernels. The only file that sees a torch header. Knows no
+// arithmetic.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -45,14 +46,14 @@ bool same_layout(const c10::TensorImpl& a, const c10::TensorImpl& b) {
   return true;
 }
 
-// What a step looks at of each tensor, packed: reading a thousand of them is a matter of cache lines.
-// A tensor without state is only watched: a gradient makes the plan stale.
+// What a step looks at of each tensor, packed: reading a thousand of them is a matter of cache
+// lines. A tensor without state is only watched: a gradient makes the plan stale.
 struct Entry {
-  c10::TensorImpl* param;        // has the gradient and the version
-  c10::TensorImpl* data;         // whose memory is updated
-  const void* address;           // of data when the plan was made
+  c10::TensorImpl* param;  // has the gradient and the version
+  c10::TensorImpl* data;   // whose memory is updated
+  const void* address;     // of data when the plan was made
   caffe2::TypeMeta grad_dtype;
-  int32_t signature;             // -1: watched
+  int32_t signature;  // -1: watched
   int32_t group;
 };
 
@@ -65,8 +66,8 @@ struct Chunk {
 
 class Plan {
  public:
-  // kernels: the address that each signature's fusedopt_kernels() gave. structure: the keys of a group
-  // that decide which states and signatures there are.
+  // kernels: the address that each signature's fusedopt_kernels() gave. structure: the keys of a
+  // group that decide which states and signatures there are.
   Plan(at::Device device, py::tuple hyperparameters, py::tuple structure, const py::list& groups,
        std::vector<int64_t> kernels, uint32_t seed)
       : device_(device),
@@ -88,8 +89,8 @@ class Plan {
   }
 
   // data holds the parameter's numbers, mostly it is param. scales[i] is null unless states[i] is
-  // block-scaled; scaling is (scale, amax, scale_inv) of an fp8 parameter and fp8_largest the largest
-  // finite number of its dtype (0: its scale is not ours to choose).
+  // block-scaled; scaling is (scale, amax, scale_inv) of an fp8 parameter and fp8_largest the
+  // largest finite number of its dtype (0: its scale is not ours to choose).
   void add(const at::Tensor& param, const at::Tensor& data, at::ScalarType grad_dtype,
            const at::Tensor& step, const std::vector<at::Tensor>& states,
            const std::vector<OptionalTensor>& scales, const OptionalTensor& master,
@@ -97,8 +98,8 @@ class Plan {
            double fp8_largest, int64_t group, int64_t signature) {
     TORCH_CHECK(states.size() <= kMaxStates && scales.size() == states.size(), "got ",
                 states.size(), " states and ", scales.size(), " scales, at most ", kMaxStates);
-    TORCH_CHECK(signature >= 0 && signature < static_cast<int64_t>(kernels_.size()),
-                "signature ", signature, " of ", kernels_.size());
+    TORCH_CHECK(signature >= 0 && signature < static_cast<int64_t>(kernels_.size()), "signature ",
+                signature, " of ", kernels_.size());
     TensorRow row = {};
     kept_.push_back(step);
     row.param = data.data_ptr();
@@ -112,9 +113,9 @@ class Plan {
     };
     const auto keep_elements = [&](const at::Tensor& tensor, const char* name) {
       keep(tensor, name);
-      TORCH_CHECK(same_layout(*tensor.unsafeGetTensorImpl(), *data.unsafeGetTensorImpl()), name, " has sizes ", tensor.sizes(), " and strides ",
-                  tensor.strides(), ", expected those of its parameter: ", data.sizes(), " and ",
-                  data.strides());
+      TORCH_CHECK(same_layout(*tensor.unsafeGetTensorImpl(), *data.unsafeGetTensorImpl()), name,
+                  " has sizes ", tensor.sizes(), " and strides ", tensor.strides(),
+                  ", expected those of its parameter: ", data.sizes(), " and ", data.strides());
       aligned = aligned && is_aligned(tensor);
       return tensor.data_ptr();
     };
@@ -122,8 +123,8 @@ class Plan {
       if (!scale) return static_cast<float*>(nullptr);
       keep(*scale, name);
       const int64_t blocks = (data.numel() + kScaleBlock - 1) / kScaleBlock;
-      TORCH_CHECK(scale->is_contiguous() && scale->numel() == blocks, name, " has ",
-                  scale->numel(), " elements, expected ", blocks);
+      TORCH_CHECK(scale->is_contiguous() && scale->numel() == blocks, name, " has ", scale->numel(),
+                  " elements, expected ", blocks);
       return scale->data_ptr<float>();
     };
     for (size_t i = 0; i < states.size(); ++i) {
@@ -267,11 +268,12 @@ class Plan {
                              static_cast<const int32_t*>(tile_tables_[i].data_ptr()), 0, num_tiles};
       run(*kernels_[i], update, stream);
     }
-    // Raw pointers do not tell autograd that a tensor changed. Locked additions wait for each other's
-    // cache misses; the reads before them do not.
+    // Raw pointers do not tell autograd that a tensor changed. Locked additions wait for each
+    // other's cache misses; the reads before them do not.
     uint32_t versions = 0;
     for (const Entry& entry : entries_) {
-      if (!entry.param->is_inference()) versions += entry.param->version_counter().current_version();
+      if (!entry.param->is_inference())
+        versions += entry.param->version_counter().current_version();
     }
     prefetch(reinterpret_cast<const void*>(uintptr_t{versions}));  // so that they are read
     for (size_t i = 0; i < entries_.size(); ++i) {
@@ -366,7 +368,8 @@ class Plan {
   }
 
   const void* gradient_pointer(c10::TensorImpl* grad, c10::TensorImpl* data) {
-    if (data->numel() == 0) return this;  // anything but null: there is a gradient, nothing reads it
+    if (data->numel() == 0)
+      return this;  // anything but null: there is a gradient, nothing reads it
     if (grad->strides() == data->strides() || same_layout(*grad, *data)) {
       return grad->mutable_data();
     }
@@ -379,10 +382,10 @@ class Plan {
 
   const float* scalar_pointer(const OptionalTensor& tensor, const char* name) const {
     if (!tensor) return nullptr;
-    TORCH_CHECK(tensor->device() == device_ && tensor->scalar_type() == at::kFloat &&
-                    tensor->numel() == 1,
-                name, " must be one fp32 number on ", device_, ", got ", tensor->sizes(), " ",
-                tensor->scalar_type(), " on ", tensor->device());
+    TORCH_CHECK(
+        tensor->device() == device_ && tensor->scalar_type() == at::kFloat && tensor->numel() == 1,
+        name, " must be one fp32 number on ", device_, ", got ", tensor->sizes(), " ",
+        tensor->scalar_type(), " on ", tensor->device());
     return tensor->data_ptr<float>();
   }
 
@@ -435,9 +438,9 @@ class Plan {
         group_words_.push_back(reinterpret_cast<uint64_t>(tensor.data_ptr()));
         return;
       }
-      TORCH_CHECK_TYPE(tensor.is_cpu(), py::str(key), " must be a float, a CPU tensor, or an fp32 or ",
-                       "fp64 tensor on ", device_, ", got ", tensor.scalar_type(), " on ",
-                       tensor.device());
+      TORCH_CHECK_TYPE(tensor.is_cpu(), py::str(key),
+                       " must be a float, a CPU tensor, or an fp32 or ", "fp64 tensor on ", device_,
+                       ", got ", tensor.scalar_type(), " on ", tensor.device());
     }
     const double number = PyFloat_AsDouble(value);
     if (number == -1.0 && PyErr_Occurred()) throw py::error_already_set();
@@ -473,15 +476,16 @@ class Plan {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using fusedopt::Plan;
   py::class_<Plan>(m, "Plan", py::module_local())
-      .def(py::init<at::Device, py::tuple, py::tuple, const py::list&, std::vector<int64_t>, uint32_t>(),
+      .def(py::init<at::Device, py::tuple, py::tuple, const py::list&, std::vector<int64_t>,
+                    uint32_t>(),
            py::arg("device"), py::arg("hyperparameters"), py::arg("structure"), py::arg("groups"),
            py::arg("kernels"), py::arg("seed"))
       .def("fits", &Plan::fits, py::arg("groups"))
       .def("watch", &Plan::watch, py::arg("param"))
       .def("add", &Plan::add, py::kw_only(), py::arg("param"), py::arg("data"),
            py::arg("grad_dtype"), py::arg("step"), py::arg("states"), py::arg("scales"),
-           py::arg("master"), py::arg("master_scale"), py::arg("scaling"),
-           py::arg("fp8_largest"), py::arg("group"), py::arg("signature"))
+           py::arg("master"), py::arg("master_scale"), py::arg("scaling"), py::arg("fp8_largest"),
+           py::arg("group"), py::arg("signature"))
       .def("seal", &Plan::seal)
       .def("step", &Plan::step, py::arg("groups"), py::arg("grad_scale"), py::arg("found_inf"))
       .def("gather", &Plan::gather, py::arg("grads"))

@@ -42,7 +42,8 @@ struct TensorRow {
 // launch itself, so there is no host buffer to guard and a captured graph keeps its own copy.
 // `words` holds the groups these tensors belong to, then one gradient pointer per tensor (null: no
 // gradient this time), then one group number per tensor, two to a word. A group is a mask of the
-// values that are pointers to device scalars, a mask of those that point to doubles, and the values.
+// values that are pointers to device scalars, a mask of those that point to doubles, and the
+// values.
 struct Advance {
   const TensorRow* rows;
   void* ready;  // Ready<Rule>[tensors], written by advance, read by update

@@ -1,6 +1,6 @@
-// The same slices on a CPU thread: a tile is a run of slices, a slice one block of kScaleBlock elements
-// or, without block scales, what fits into vector registers. Who divides tiles among threads is the
-// caller's business.
+// The same slices on a CPU thread: a tile is a run of slices, a slice one block of kScaleBlock
+// elements or, without block scales, what fits into vector registers. Who divides tiles among
+// threads is the caller's business.
 #pragma once
 
 #include "multi_tensor.cuh"

@@ -17,8 +17,8 @@ struct None {  // no master
   static constexpr bool kBlockScaled = false;
 };
 
-// What one binary is compiled for. Master is None, Split<> or the code of a master kept apart; States
-// are codes, in the order of the rule's roles.
+// What one binary is compiled for. Master is None, Split<> or the code of a master kept apart;
+// States are codes, in the order of the rule's roles.
 template <class R, class P, class G, class M, bool kStochastic, class... States>
 struct Signature {
   using Rule = R;
@@ -95,7 +95,8 @@ FUSEDOPT_HD void advance_tensor(const Advance& args, const uint64_t* words, int 
   static_cast<Ready<Rule>*>(args.ready)[args.first + index] = ready;
 }
 
-// ---- memory: N elements of a tensor, in registers or on a CPU thread's stack ----------------------
+// ---- memory: N elements of a tensor, in registers or on a CPU thread's stack
+// ----------------------
 
 // Elements [offset, offset + count) of a tensor; count may be less than N, also 0 or negative.
 struct Span {
@@ -248,7 +249,8 @@ FUSEDOPT_HD uint32_t largest_finite(const float (&values)[N]) {
   return Lanes<N>::largest(largest);
 }
 
-// ---- slices: N elements of one stream ---------------------------------------------------------------
+// ---- slices: N elements of one stream
+// ---------------------------------------------------------------
 
 template <class Stream, int N>
 struct Slice {
@@ -266,9 +268,7 @@ struct Slice {
     fusedopt::load<kWhole>(base, span, raw);
   }
 
-  FUSEDOPT_HD void read(float (&values)[N]) const {
-    Stream::decode(raw, scale, values);
-  }
+  FUSEDOPT_HD void read(float (&values)[N]) const { Stream::decode(raw, scale, values); }
 
   template <bool kWhole, class Math>
   FUSEDOPT_HD void write(void* base, float* scales, Span span, float (&values)[N], Random random,
@@ -362,9 +362,7 @@ struct Weight<P, kStochastic, None, N> {
   FUSEDOPT_HD void load(const TensorRow& row, Span span) {
     fusedopt::load<kWhole>(row.param, span, raw);
   }
-  FUSEDOPT_HD void read(float (&values)[N]) const {
-    decode<P>(raw, values);
-  }
+  FUSEDOPT_HD void read(float (&values)[N]) const { decode<P>(raw, values); }
   template <bool kWhole>
   FUSEDOPT_HD void write(const TensorRow& row, Span span, float (&values)[N], uint32_t key) {
     if constexpr (kStochastic) {
@@ -402,7 +400,8 @@ struct Weight<P, kStochastic, Split<R>, N> {
   }
 };
 
-// ---- update -------------------------------------------------------------------------------------------
+// ---- update
+// -------------------------------------------------------------------------------------------
 
 template <class... Streams>
 constexpr size_t widest() {
@@ -412,15 +411,15 @@ constexpr size_t widest() {
   return bytes;
 }
 
-// How a signature is laid over threads (measured): 16-byte accesses of the widest stream, except that
-// a block of kScaleBlock elements must be one warp's.
+// How a signature is laid over threads (measured): 16-byte accesses of the widest stream, except
+// that a block of kScaleBlock elements must be one warp's.
 template <class S>
 struct Layout;
 
 template <class R, class P, class G, class M, bool kStochastic, class... Codes>
 struct Layout<Signature<R, P, G, M, kStochastic, Codes...>> {
-  static constexpr bool kBlockScaled = (Codes::kBlockScaled || ...) || M::kBlockScaled ||
-                                       sizeof(typename P::Storage) == 1;
+  static constexpr bool kBlockScaled =
+      (Codes::kBlockScaled || ...) || M::kBlockScaled || sizeof(typename P::Storage) == 1;
   static constexpr size_t kWidest = widest<P, G, M, Codes...>();
   static constexpr int kElements = kBlockScaled || kWidest < sizeof(float) ? 8 : 4;
   static constexpr int kThreads = 128;
@@ -431,7 +430,8 @@ struct Layout<Signature<R, P, G, M, kStochastic, Codes...>> {
 };
 
 template <class S, int N, bool kWhole>
-FUSEDOPT_HD void update_slice(const TensorRow& row, const Ready<typename S::Rule>& ready, Span span) {
+FUSEDOPT_HD void update_slice(const TensorRow& row, const Ready<typename S::Rule>& ready,
+                              Span span) {
   using Math = std::conditional_t<Layout<S>::kBlockScaled, Approximate, Exact>;
   using Grad = typename S::Grad;
   typename Layout<S>::template WeightOf<N> weight;
@@ -461,8 +461,8 @@ FUSEDOPT_HD void update_slice(const TensorRow& row, const Ready<typename S::Rule
 template <class S, int N>
 FUSEDOPT_HD void update_tile(const TensorRow& row, const Ready<typename S::Rule>& ready,
                              int64_t begin, int64_t tile, int64_t offset) {
-  const bool whole = row.aligned && reinterpret_cast<uintptr_t>(ready.grad) % 16 == 0 &&
-                     begin + tile <= row.numel;
+  const bool whole =
+      row.aligned && reinterpret_cast<uintptr_t>(ready.grad) % 16 == 0 && begin + tile <= row.numel;
   const Span span = {offset, row.numel - offset};
   if (whole) {
     update_slice<S, N, true>(row, ready, span);
@@ -483,8 +483,8 @@ static_assert(sizeof(Advance) + sizeof(Words<kFewWords>) <= 4096, "");
 static_assert(sizeof(Advance) + sizeof(Words<kManyWords>) <= 32764, "");
 
 template <class Rule, int kWords>
-__global__ void __launch_bounds__(128)
-    advance_kernel(const __grid_constant__ Advance args, const __grid_constant__ Words<kWords> list) {
+__global__ void __launch_bounds__(128) advance_kernel(const __grid_constant__ Advance args,
+                                                      const __grid_constant__ Words<kWords> list) {
   const int index = blockIdx.x * blockDim.x + threadIdx.x;
   if (index < args.count) advance_tensor<Rule>(args, list.words, index);
 }
@@ -494,8 +494,9 @@ __global__ void __launch_bounds__(Layout<S>::kThreads) update_kernel(const Updat
   using Rule = typename S::Rule;
   constexpr int64_t kTile = Layout<S>::kThreads * Layout<S>::kElements;
   const int tensor = args.tiles[blockIdx.x];
-  const Ready<Rule> ready = static_cast<const Ready<Rule>*>(args.ready)[tensor];  // copied: no store
-  const TensorRow row = args.rows[tensor];                                        // can change them
+  const Ready<Rule> ready =
+      static_cast<const Ready<Rule>*>(args.ready)[tensor];  // copied: no store
+  const TensorRow row = args.rows[tensor];                  // can change them
   if (!ready.grad) return;
   const int64_t begin = (static_cast<int64_t>(blockIdx.x) - row.first_tile) * kTile;
   update_tile<S, Layout<S>::kElements>(row, ready, begin, kTile,

@@ -10,8 +10,8 @@
 
 namespace fusedopt {
 
-// What a stream means decides how it is kept when its dtype is narrow: a second moment as its square
-// root and never rounded to zero; a running maximum likewise, but rounded to nearest.
+// What a stream means decides how it is kept when its dtype is narrow: a second moment as its
+// square root and never rounded to zero; a running maximum likewise, but rounded to nearest.
 enum class Role { kMoment, kSecondMoment, kMaximum };
 
 FUSEDOPT_HD uint32_t float_bits(float x) {
@@ -105,9 +105,10 @@ struct Random {
   }
 };
 
-// ---- codes: how one number is written ------------------------------------------------------------
-// decode and encode work on N numbers, because instructions that convert do so in pairs. A code
-// gives both for one number; where the hardware has an instruction, for a pair.
+// ---- codes: how one number is written
+// ------------------------------------------------------------ decode and encode work on N numbers,
+// because instructions that convert do so in pairs. A code gives both for one number; where the
+// hardware has an instruction, for a pair.
 
 struct F32 {
   using Storage = float;
@@ -136,8 +137,8 @@ struct BF16 {
 };
 
 // A float of kMantissa explicit bits with subnormals, narrower than fp32 in range. kTop is the
-// exponent that a block's largest element gets; kLargest, kInfinity and kNan are codes. nearest() of
-// more than the largest finite number saturates for fp8 and is infinite for fp16, as a cast is.
+// exponent that a block's largest element gets; kLargest, kInfinity and kNan are codes. nearest()
+// of more than the largest finite number saturates for fp8 and is infinite for fp16, as a cast is.
 template <class S, int kMantissa, int kBias, int kTopExponent, uint32_t kLargest,
           uint32_t kInfinity, uint32_t kNan>
 struct Minifloat {
@@ -182,11 +183,13 @@ struct Minifloat {
     const float noise = bits_float(0x4b000000u | random) * power_of_two(-16 - kMantissa) -
                         power_of_two(7 - kMantissa);
 #ifdef __CUDA_ARCH__
-    // A number this large has no bits below the format's last one: adding it, rounded down, is floor.
+    // A number this large has no bits below the format's last one: adding it, rounded down, is
+    // floor.
     constexpr float kFloor = 1.5f * (1 << (23 - kMantissa));
     const float raised = __fmaf_rn(noise, binade, x);
     return __fmaf_rn(binade, -kFloor, __fmaf_rz(binade, kFloor, raised));
 #else
+    if (exponent == 0x7f800000u) return NAN;
     const float per_step = bits_float((254u << 23) - float_bits(binade)) * power_of_two(kMantissa);
     const float steps = floorf(x * per_step + noise * power_of_two(kMantissa));
     return steps * (binade * power_of_two(-kMantissa));
@@ -214,8 +217,8 @@ template <class Code, int N>
 FUSEDOPT_HD void decode(const typename Code::Storage (&raw)[N], float (&values)[N]) {
 #ifdef __CUDA_ARCH__
   constexpr bool kFp8 = std::is_same_v<Code, E4M3> || std::is_same_v<Code, E5M2>;
-  constexpr bool kHardware = std::is_same_v<Code, BF16> || std::is_same_v<Code, F16> ||
-                             (kFp8 && __CUDA_ARCH__ >= 890);
+  constexpr bool kHardware =
+      std::is_same_v<Code, BF16> || std::is_same_v<Code, F16> || (kFp8 && __CUDA_ARCH__ >= 890);
 #else
   constexpr bool kHardware = false;
 #endif
@@ -341,9 +344,11 @@ struct Stream {
         if constexpr (kRole != Role::kMaximum) {
           const uint32_t pair = Code::centered(random.pair(i / 2));
           values[i] = Code::dither(x, i % 2 ? pair >> 16 : pair & 0xffffu);
+        } else if (fabsf(x) > power_of_two(127)) {
+          values[i] = NAN;  // in a block what is not finite is NaN, also where a cast saturates
         }
         if constexpr (kKeepsNonzero) {
-          if (x > 0) values[i] = fmaxf(values[i], kSmallest);
+          if (x > 0 && values[i] < kSmallest) values[i] = kSmallest;
         }
       }
       encode_nearest<Code>(values, raw);
@@ -364,8 +369,8 @@ struct Stream {
 
 // ---- split masters: a bf16 parameter and a remainder -------------------------------------------
 // The bf16 half is the value rounded to nearest; the remainder is what is missing, as a signed
-// number. A tie rounds away from zero: with ties to even, 65537 values share an even bf16 half and 16
-// bits could not tell them apart.
+// number. A tie rounds away from zero: with ties to even, 65537 values share an even bf16 half and
+// 16 bits could not tell them apart.
 
 template <class R>
 struct Split {

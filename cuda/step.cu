@@ -25,7 +25,7 @@ using ThisSignature = Compiled<>;
 
 constexpr Kernels kKernels = make_kernels<ThisSignature>();
 
-}
+}  // namespace
 }  // namespace fusedopt
 
 extern "C" __attribute__((visibility("default"))) const fusedopt::Kernels* fusedopt_kernels() {

@@ -50,8 +50,8 @@ struct Adam {
   }
 };
 
-// SGD with momentum (Sutskever et al., 2013, as torch.optim.SGD writes it). Without a state there is no
-// momentum.
+// SGD with momentum (Sutskever et al., 2013, as torch.optim.SGD writes it). Without a state there
+// is no momentum.
 struct SGD {
   struct Hyperparameters {
     double maximize, lr, momentum, dampening, weight_decay, nesterov, wd_after_momentum;

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Adam, AdamW
+from torch.optim import SGD, Adam, AdamW
 
 import fusedopt
 
@@ -92,11 +92,21 @@ def adam_case(name: str, /, **kwargs: Any) -> Case:
     return Case(f"adam-{name}", "FusedAdam", reference if known else None, kwargs, states)
 
 
+def sgd_case(name: str, /, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Case:
+    reference = None if kwargs.get("wd_after_momentum") else SGD
+    states = ("momentum_buffer",) if kwargs.get("momentum") else ()
+    return Case(f"sgd-{name}", "FusedSGD", reference, kwargs, states, sgd, dtype)
+
+
+def lion_case(name: str, /, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Case:
+    return Case(f"lion-{name}", "FusedLion", None, kwargs, ("exp_avg",), lion, dtype)
+
+
 def scalar(value: float, *shape: int) -> Tensor:
     return torch.full(shape, value)
 
 
-# Every combination that torch's own tests of Adam and AdamW use, and our further switches.
+# Every combination that torch's own tests of Adam, AdamW and SGD use, and our further switches.
 CASES = (
     adam_case("default"),
     adam_case("lr", lr=0.01),
@@ -117,6 +127,21 @@ CASES = (
     adam_case(
         "uncorrected-l2", lr=1e-3, bias_correction=False, adam_w_mode=False, weight_decay=0.1
     ),
+    sgd_case("default"),
+    sgd_case("lr-tensor", lr=scalar(0.01)),
+    sgd_case("momentum", lr=0.01, momentum=0.9),
+    sgd_case("dampening", lr=0.01, momentum=0.9, dampening=0.5),
+    sgd_case("decay", lr=0.01, momentum=0.9, weight_decay=0.1),
+    sgd_case("nesterov", lr=0.01, momentum=0.9, nesterov=True, weight_decay=0.1),
+    sgd_case("maximize", lr=0.01, weight_decay=0.1, maximize=True),
+    sgd_case("late-decay", lr=0.01, momentum=0.9, weight_decay=0.1, wd_after_momentum=True),
+    sgd_case("late-decay-nesterov", momentum=0.9, nesterov=True, wd_after_momentum=True),
+    sgd_case("capturable", lr=scalar(0.01), momentum=0.9, capturable=True),
+    lion_case("default"),
+    lion_case("lr-tensor", lr=scalar(0.01)),
+    lion_case("betas-tensor", lr=0.01, betas=(scalar(0.9), scalar(0.95))),
+    lion_case("decay-maximize", lr=0.01, weight_decay=0.1, maximize=True),
+    lion_case("capturable", lr=scalar(0.01), weight_decay=0.1, capturable=True),
 )
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -159,7 +184,19 @@ ADAM_PRECISIONS = (
     adam_precision("stochastic-fp8", BF16, "fp8", "fp8", stochastic_rounding=True),
 )
 
-PRECISIONS = ADAM_PRECISIONS
+MOMENTUM = dict(lr=0.01, momentum=0.9, weight_decay=0.1)
+PRECISIONS = (
+    *ADAM_PRECISIONS,
+    sgd_case("fp8", momentum_dtype="fp8", **MOMENTUM),
+    sgd_case(
+        "remainder-bf16", BF16, momentum_dtype="bf16", store_param_remainders=True, **MOMENTUM
+    ),
+    sgd_case("24-bit-fp16", BF16, momentum_dtype="fp16", master_weight_bits=24, **MOMENTUM),
+    sgd_case("fp16-master-fp8", BF16, momentum_dtype="fp8", **FP16_MASTER, **MOMENTUM),
+    lion_case("fp8", exp_avg_dtype="fp8", lr=0.01),
+    lion_case("remainder-bf16", BF16, exp_avg_dtype="bf16", lr=0.01, store_param_remainders=True),
+    lion_case("24-bit-e5m2", BF16, exp_avg_dtype="fp8_e5m2", lr=0.01, master_weight_bits=24),
+)
 
 NARROW = (
     adam_precision("bf16-param", BF16, None, None),
@@ -168,7 +205,6 @@ NARROW = (
     adam_precision("fp16-param-amsgrad", F16, None, None, amsgrad=True),
 )
 
-ROWS = (CASES[0], CASES[9], *NARROW, *PRECISIONS)  # every signature, and no other, is in these
 EVERY = (*CASES, *NARROW, *PRECISIONS)
 
 # Around every vector width, block, tile and limit of the kernels.
@@ -180,6 +216,15 @@ LARGE_SIZES = [n + i for n in (16384, 65536) for i in (-1, 0, 1)]
 def by_id(rows: Iterable[Case], *names: str) -> list[Case]:
     found = {row.id: row for row in rows}
     return [found[name] for name in names]
+
+
+# Every signature is in these.
+ROWS = (
+    *by_id(CASES, "adam-default", "adam-decay-amsgrad"),
+    *by_id(CASES, "sgd-default", "sgd-momentum", "lion-default"),
+    *NARROW,
+    *PRECISIONS,
+)
 
 
 def make(case: Case, params: Any, **overrides: Any) -> Any:

@@ -11,6 +11,7 @@ from cases import (
     CASES,
     all_params,
     assert_same_bits,
+    by_id,
     checked_step,
     make,
     new_params,
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 ADAM = CASES[0]
+(SGD,) = by_id(CASES, "sgd-default")
 
 # Options, and what the message says: the value and what is allowed.
 INVALID_OPTIONS: list[tuple[dict[str, Any], str]] = [
@@ -54,6 +56,15 @@ INVALID_OPTIONS: list[tuple[dict[str, Any], str]] = [
     (dict(fused=False), r"fused=False cannot be honoured"),
     (dict(differentiable=True), r"differentiable=True cannot be honoured"),
 ]
+INVALID_SGD_OPTIONS: list[tuple[dict[str, Any], str]] = [
+    (dict(lr=-1.0), r"lr must be finite and at least 0, got -1\.0"),
+    (dict(momentum=-0.1), r"momentum must .* got -0\.1"),
+    (dict(momentum=0.9, dampening=float("nan")), r"dampening must .* got nan"),
+    (dict(weight_decay=-0.1), r"weight_decay must be finite and at least 0, got -0\.1"),
+    (dict(nesterov=True), r"nesterov"),
+    (dict(nesterov=True, momentum=0.9, dampening=0.5), r"nesterov.*dampening"),
+    (dict(momentum=0.9, momentum_dtype="fp7"), r"momentum_dtype must be .*'fp8'.* got 'fp7'"),
+]
 INVALID_SEEDS = [-1, 2**32, 1.5, "x"]
 
 
@@ -65,6 +76,12 @@ def option_id(row: Any) -> str:
 def test_the_constructor_rejects(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make(ADAM, [Parameter(torch.ones(3))], **options)
+
+
+@pytest.mark.parametrize(("options", "message"), INVALID_SGD_OPTIONS, ids=option_id)
+def test_the_constructor_of_sgd_rejects(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(SGD, [Parameter(torch.ones(3))], **options)
 
 
 @pytest.mark.parametrize("seed", INVALID_SEEDS)

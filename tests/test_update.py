@@ -50,7 +50,8 @@ def torch_kwargs(case: Case) -> dict[str, Any]:
     names = inspect.signature(case.reference.__init__).parameters
     known = {key: value for key, value in case.kwargs.items() if key in names}
     decay = case.kwargs.get("weight_decay", 0)  # AdamW's own default is another
-    return known | dict(capturable=False, foreach=False, weight_decay=decay)
+    known |= dict(foreach=False, weight_decay=decay)
+    return known | dict(capturable=False) if "capturable" in names else known
 
 
 def run_rule(
@@ -152,7 +153,9 @@ def test_is_as_exact_as_torch(case: Case, device: torch.device, backend: str) ->
         assert optimizer.state[param]["step"] == steps
 
 
-@pytest.mark.parametrize("case", by_id(CASES, "adam-decay", "adam-l2-amsgrad"), ids=str)
+@pytest.mark.parametrize(
+    "case", by_id(CASES, "adam-decay", "adam-l2-amsgrad", "sgd-dampening", "lion-default"), ids=str
+)
 def test_dtypes_mix_and_gradients_come_and_go(
     case: Case, device: torch.device, backend: str
 ) -> None:
@@ -284,12 +287,15 @@ def check_many_tensors(count: int, group_count: int, device: torch.device, backe
             torch.testing.assert_close(parts, few.state[whole][name], rtol=1e-6, atol=1e-30)
 
 
-def test_every_option_may_differ_per_group(device: torch.device, backend: str) -> None:
+@pytest.mark.parametrize("fused", ["FusedAdam", "FusedSGD", "FusedLion"])
+def test_every_option_may_differ_per_group(fused: str, device: torch.device, backend: str) -> None:
     """One optimizer whose groups override everything: the bits of one optimizer per group."""
-    rows = [case for case in EVERY if case.fused == "FusedAdam"]
+    rows = [case for case in EVERY if case.fused == fused]
     start = [new_params(case, device, [(300,), (5000,)]) for case in rows]
     copies = [[Parameter(p.detach().clone()) for p in params] for params in start]
-    one = make(ADAM, [dict(case.kwargs, params=ps) for case, ps in zip(rows, start, strict=True)])
+    one = make(
+        rows[0], [dict(case.kwargs, params=ps) for case, ps in zip(rows, start, strict=True)]
+    )
     each = [make(case, params) for case, params in zip(rows, copies, strict=True)]
     for _ in range(2):
         set_grads(all_params(one))
@@ -303,10 +309,15 @@ def test_every_option_may_differ_per_group(device: torch.device, backend: str) -
     assert_same_bits(snapshot(one), [t for optimizer in each for t in snapshot(optimizer)])
 
 
+@pytest.mark.parametrize(
+    "case", by_id(CASES, "adam-default", "sgd-momentum", "lion-default"), ids=str
+)
 @pytest.mark.parametrize("order", [(8, 0), (0, 8), (8, 0, 8), (0,)], ids=str)
-def test_an_empty_tensor(order: tuple[int, ...], device: torch.device, backend: str) -> None:
+def test_an_empty_tensor(
+    case: Case, order: tuple[int, ...], device: torch.device, backend: str
+) -> None:
     params = [Parameter(torch.ones(size, device=device)) for size in order]
-    optimizer = make(ADAM, params, lr=0.1)
+    optimizer = make(case, params, lr=0.1)
     for param in params:
         param.grad = torch.ones_like(param)
     optimizer.step()
@@ -314,7 +325,23 @@ def test_an_empty_tensor(order: tuple[int, ...], device: torch.device, backend: 
     for param in params:
         torch.testing.assert_close(param.detach(), torch.full_like(param, 0.9), rtol=1e-6, atol=0)
         assert optimizer.state[param]["step"] == 1
-        assert optimizer.state[param]["exp_avg"].shape == param.shape
+        for name in case.state_names:
+            assert optimizer.state[param][name].shape == param.shape
+
+
+def test_the_first_gradient_starts_a_buffer(device: torch.device, backend: str) -> None:
+    """Per tensor: the second one gets its first gradient at step 3."""
+    (case,) = by_id(CASES, "sgd-dampening")
+    params = [Parameter(torch.ones(4, device=device)) for _ in range(2)]
+    optimizer = make(case, params, dampening=0)
+    for step in range(3):
+        params[0].grad = torch.ones(4, device=device)
+        params[1].grad = torch.ones(4, device=device) if step == 2 else None
+        optimizer.step()
+    assert optimizer.backend == backend
+    for param, want in zip(params, (2.71, 1.0), strict=True):
+        buffer = optimizer.state[param]["momentum_buffer"]
+        torch.testing.assert_close(buffer, torch.full_like(buffer, want), rtol=1e-6, atol=0)
 
 
 def test_without_gradients_nothing_happens(device: torch.device, backend: str) -> None:
@@ -366,7 +393,7 @@ def test_closure_computes_gradients(device: torch.device, backend: str) -> None:
 def test_what_is_not_finite_propagates_as_in_torch(
     value: float, device: torch.device, backend: str
 ) -> None:
-    for case in by_id(CASES, "adam-default", "adam-l2-amsgrad"):
+    for case in by_id(CASES, "adam-default", "adam-l2-amsgrad", "sgd-nesterov"):
         start = torch.randn(40)
         start[7] = value
         param, theirs = Parameter(start.to(device)), Parameter(start.clone())
