@@ -127,7 +127,7 @@ CASES = (
     adam_case(
         "uncorrected-l2", lr=1e-3, bias_correction=False, adam_w_mode=False, weight_decay=0.1
     ),
-    sgd_case("default"),
+    sgd_case("default", lr=0.1),
     sgd_case("lr-tensor", lr=scalar(0.01)),
     sgd_case("momentum", lr=0.01, momentum=0.9),
     sgd_case("dampening", lr=0.01, momentum=0.9, dampening=0.5),
@@ -155,7 +155,7 @@ def adam_precision(
     return Case(f"adam-{name}", "FusedAdam", AdamW, kwargs, states, dtype=dtype)
 
 
-FP16_MASTER = dict(master_weights=True, master_weight_dtype=torch.float16)
+FP16_MASTER: Options = dict(master_weights=True, master_weight_dtype=torch.float16)
 
 # Each dtype of each moment, each kind of master and of parameter, and the combinations people use.
 ADAM_PRECISIONS = (
@@ -184,7 +184,8 @@ ADAM_PRECISIONS = (
     adam_precision("stochastic-fp8", BF16, "fp8", "fp8", stochastic_rounding=True),
 )
 
-MOMENTUM = dict(lr=0.01, momentum=0.9, weight_decay=0.1)
+REMAINDERS: Options = dict(store_param_remainders=True)
+MOMENTUM: Options = dict(lr=0.01, momentum=0.9, weight_decay=0.1)
 PRECISIONS = (
     *ADAM_PRECISIONS,
     sgd_case("fp8", momentum_dtype="fp8", **MOMENTUM),

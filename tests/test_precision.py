@@ -21,6 +21,7 @@ from cases import (
     decoded,
     flat,
     is_root,
+    lion,
     make,
     new_params,
     roots,
@@ -381,8 +382,22 @@ def assert_same_codes(got: Any, want: Any, names: list[str]) -> None:
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
             continue
         apart = (codes(a) - codes(b)).abs()
+        if a.dtype == BF16:  # where a sum cancels, its rounding errors span many codes
+            off = (a.float() - b.float()).abs().flatten()
+            apart = apart.where(off > 2.0**-22 * b.float().abs().max(), 0)
         assert apart.max() <= 1, name
         assert (apart > 0).double().mean() <= 1e-3, name
+
+
+def tossed(case: Case, optimizer: Any, param: Tensor) -> Tensor:
+    """Where Lion takes the sign of a sum that cancels: rounding decides, on each path its own."""
+    assert param.grad is not None
+    grad = flat(param.grad).double()
+    if case.rule is not lion or param not in optimizer.state:
+        return torch.zeros_like(grad, dtype=torch.bool)
+    exp_avg = decoded(optimizer.state[param], "exp_avg")
+    beta1 = float(optimizer.param_groups[0]["betas"][0])
+    return (exp_avg + (1 - beta1) * (grad - exp_avg)).abs() <= 2.0**-20 * grad.abs()
 
 
 @pytest.mark.parametrize("case", PRECISIONS, ids=str)
@@ -397,15 +412,19 @@ def test_every_path_draws_the_same_bits(
         set_grads(params)
         for param, twin in zip(params, copies, strict=True):
             twin.grad = param.grad.cpu() if param.grad is not None else None
+        coins = [tossed(case, other, twin) for twin in copies]
         monkeypatch.delenv("FUSEDOPT_BACKEND", raising=False)
         optimizer.step()
         monkeypatch.setenv("FUSEDOPT_BACKEND", "torch")
         other.step()
         assert optimizer.backend == native
         assert other.backend == "torch"
-        for param, twin in zip(params, copies, strict=True):
+        for param, twin, coin in zip(params, copies, coins, strict=True):
             state, want = optimizer.state[param], other.state[twin]
             assert state.keys() == want.keys()
+            twin.data[coin] = param.data.cpu()[coin]
+            if "master_param" in want:
+                want["master_param"][coin] = state["master_param"].cpu()[coin]
             ours, theirs = dict(state, param=param.detach()), dict(want, param=twin.detach())
             names = [name for name in ours if name != "step" and not name.endswith("_scale")]
             if "master_param" in names and not want["master_param"].is_floating_point():
