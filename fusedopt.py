@@ -391,13 +391,14 @@ class _Binary(NamedTuple):
 
     def flags(self) -> list[str]:
         if self.by_nvcc:
-            flags = ["-O3", "-lineinfo", "-std=c++17", "-Xcompiler=-fvisibility=hidden"]
+            flags = ["-O3", "-lineinfo", "-std=c++17", "-fmad=false"]
+            flags += ["-Xcompiler=-fvisibility=hidden,-ffp-contract=off"]
         elif self.python_module:
             flags = ["-O2", "-fvisibility=hidden"]
             # -fopenmp is for at::parallel_for; libgomp is the one that torch itself has loaded.
             flags += ["-DFUSEDOPT_CUDA=1"] if self.backend == "cuda" else ["-fopenmp"]
         else:
-            flags = ["-O3", "-march=native", "-ffp-contract=fast"]
+            flags = ["-O3", "-march=native", "-ffp-contract=off"]
             flags += ["-fno-math-errno", "-fno-trapping-math"]
             flags += ["-fvisibility=hidden"]
         return flags + [shlex.quote(f"-D{define}") for define in self.defines]
@@ -629,7 +630,7 @@ def _random(seed: int, step: Tensor, stream: int, numel: int) -> Tensor:
     pair = torch.arange((numel + 1) // 2, device=step.device)
     base = _hash32((key + stream // 2 * _SALT) & _MASK) + (pair >> 32) * _SALT
     draw = _hash32((base + pair) & _MASK)
-    bits = _fold_product(draw, 0xD6E8FEB9) if stream % 2 else draw
+    bits = (draw * 0xD6E8FEB9) & _MASK if stream % 2 else draw
     return torch.stack((bits & 0xFFFF, bits >> 16), dim=1).flatten()[:numel].int()
 
 
@@ -681,7 +682,7 @@ def _round_stochastic(code: _Code, x: Tensor, random: Tensor) -> Tensor:
         bits = (x.view(torch.int32) + random) >> 16
         return bits.to(torch.int16).view(code.dtype).where(~x.isnan(), torch.nan)
     # The middles of equal intervals of [0, 1): a value a few ulp off a code returns to that code.
-    noise = ((random & 0xFFC0) | 0x20 if code.mantissa > 7 else random | 1) * 2.0**-16
+    noise = ((random & 0xFFC0) + 32.0 if code.mantissa > 7 else random + 0.5) * 2.0**-16
     binade = (
         (x.view(torch.int32) & 0x7F800000).view(torch.float32).clamp(min=2.0 ** (1 - code.bias))
     )

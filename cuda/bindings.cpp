@@ -54,14 +54,6 @@ struct Entry {
   const void* address;     // of data when the plan was made
   caffe2::TypeMeta grad_dtype;
   int32_t signature;  // -1: watched
-  int32_t group;
-};
-
-// The tensors [first, first + count) whose gradients and groups fit into one Advance.
-struct Chunk {
-  int32_t first, count;
-  std::vector<int64_t> groups;
-  std::vector<uint64_t> packed_groups;
 };
 
 class Plan {
@@ -85,7 +77,7 @@ class Plan {
   }
 
   void watch(const at::Tensor& param) {
-    add_entry(param, param, {}, {nullptr, nullptr, nullptr, param.dtype(), -1, 0});
+    add_entry(param, param, {}, {nullptr, nullptr, nullptr, param.dtype(), -1});
   }
 
   // data holds the parameter's numbers, mostly it is param. scales[i] is null unless states[i] is
@@ -141,9 +133,10 @@ class Plan {
       row.fp8_largest = static_cast<float>(fp8_largest);
     }
     row.aligned = aligned;
+    row.group = static_cast<int32_t>(group);
     add_entry(param, data, row,
               {nullptr, nullptr, data.data_ptr(), c10::scalarTypeToTypeMeta(grad_dtype),
-               static_cast<int32_t>(signature), static_cast<int32_t>(group)});
+               static_cast<int32_t>(signature)});
   }
 
   // Lays out tiles and chunks and puts the table on the device.
@@ -157,7 +150,7 @@ class Plan {
       rows_[i].first_tile = static_cast<int64_t>(tiles.size());
       tiles.insert(tiles.end(), (rows_[i].numel + tile - 1) / tile, static_cast<int32_t>(i));
     }
-    make_chunks();
+    signature_used_.assign(kernels_.size(), false);
     rows_table_ = to_device(rows_.data(), rows_.size() * sizeof(TensorRow));
     for (const auto& tiles : tiles_) {
       tile_tables_.push_back(to_device(tiles.data(), tiles.size() * sizeof(int32_t)));
@@ -236,7 +229,8 @@ class Plan {
     void* stream = current.stream();
     cudaStreamCaptureStatus status;
     C10_CUDA_CHECK(cudaStreamIsCapturing(current.stream(), &status));
-    captured_ = captured_ || status != cudaStreamCaptureStatusNone;
+    captured_now_ = status != cudaStreamCaptureStatusNone;
+    captured_ = captured_ || captured_now_;
 #else
     void* stream = nullptr;
 #endif
@@ -246,21 +240,14 @@ class Plan {
     args.grad_scale = scalar_pointer(grad_scale, "grad_scale");
     args.found_inf = scalar_pointer(found_inf, "found_inf");
     args.seed = seed_;
-    for (const Chunk& chunk : chunks_) {
-      words_.clear();
-      for (const int64_t group : chunk.groups) {
-        const uint64_t* values = &group_words_[group * group_size()];
-        words_.insert(words_.end(), values, values + group_size());
-      }
-      const auto* first = reinterpret_cast<const uint64_t*>(&grads_[chunk.first]);
-      words_.insert(words_.end(), first, first + chunk.count);
-      words_.insert(words_.end(), chunk.packed_groups.begin(), chunk.packed_groups.end());
-      args.first = chunk.first;
-      args.count = chunk.count;
-      args.groups = static_cast<int32_t>(chunk.groups.size());
-      args.num_words = static_cast<int32_t>(words_.size());
-      check(kernels_.front()->advance(args, words_.data(), stream));
-    }
+    args.tensors = static_cast<int32_t>(entries_.size());
+    args.groups = static_cast<int32_t>(groups.size());
+    const auto* grads = reinterpret_cast<const uint64_t*>(grads_.data());
+    words_.insert(words_.end(), grads, grads + grads_.size());
+    const auto num_words = static_cast<int32_t>(words_.size());
+    const bool far = num_words > kernels_.front()->max_words;
+    const uint64_t* words = far ? words_on_device() : words_.data();
+    check(kernels_.front()->advance(args, words, num_words, stream));
     for (size_t i = 0; i < kernels_.size(); ++i) {
       const auto num_tiles = static_cast<int64_t>(tiles_[i].size());
       if (!signature_used_[i] || num_tiles == 0) continue;
@@ -338,33 +325,28 @@ class Plan {
     return host.to(device_);
   }
 
-  void make_chunks() {
-    const auto limit = static_cast<size_t>(kernels_.front()->max_words);
-    std::vector<uint32_t> local;  // group of each tensor of the current chunk, numbered in it
-    Chunk chunk = {0, 0, {}, {}};
-    const auto close = [&] {
-      for (size_t i = 0; i < local.size(); i += 2) {
-        const uint64_t high = i + 1 < local.size() ? local[i + 1] : 0;
-        chunk.packed_groups.push_back(high << 32 | local[i]);
+  // Thousands of tensors: their words do not fit into a launch. They are sent if they changed; a
+  // captured graph sends its own at every replay, to a place of its own.
+  const uint64_t* words_on_device() {
+    const bool capturing = captured_now_;
+    if (capturing || words_ != sent_words_) {
+      const auto bytes = static_cast<int64_t>(words_.size() * sizeof(uint64_t));
+      const auto byte = at::TensorOptions(at::kByte);
+      const at::Tensor staging = at::empty({bytes}, byte.pinned_memory(true));
+      std::memcpy(staging.data_ptr(), words_.data(), bytes);
+      if (capturing || !words_table_.defined()) {
+        words_table_ = at::empty({bytes}, byte.device(device_));
       }
-      if (chunk.count > 0) chunks_.push_back(chunk);
-      chunk = {chunk.first + chunk.count, 0, {}, {}};
-      local.clear();
-    };
-    for (const Entry& entry : entries_) {
-      const auto words = [&](size_t groups, size_t count) {
-        return groups * group_size() + count + (count + 1) / 2;
-      };
-      const bool known = !chunk.groups.empty() && chunk.groups.back() == entry.group;
-      if (words(chunk.groups.size() + !known, local.size() + 1) > limit) close();
-      if (chunk.groups.empty() || chunk.groups.back() != entry.group) {
-        chunk.groups.push_back(entry.group);
+      words_table_.copy_(staging, /*non_blocking=*/true);
+      sent_words_ = words_;
+      if (capturing) {
+        kept_.insert(kept_.end(), {staging, words_table_});
+        words_table_ = at::Tensor();
+        sent_words_.clear();
+        return reinterpret_cast<const uint64_t*>(kept_.back().data_ptr());
       }
-      local.push_back(static_cast<uint32_t>(chunk.groups.size() - 1));
-      ++chunk.count;
     }
-    close();
-    signature_used_.assign(kernels_.size(), false);
+    return reinterpret_cast<const uint64_t*>(words_table_.data_ptr());
   }
 
   const void* gradient_pointer(c10::TensorImpl* grad, c10::TensorImpl* data) {
@@ -406,10 +388,10 @@ class Plan {
 
   // group dicts -> words: a tensor on this device is passed on as a pointer.
   void read_groups(const py::list& groups) {
-    group_words_.clear();
+    words_.clear();
     for (const py::handle& group : groups) {
-      const size_t header = group_words_.size();
-      group_words_.push_back(0);
+      const size_t header = words_.size();
+      words_.push_back(0);
       for (const py::handle& key : keys_) {
         PyObject* value = PyDict_GetItemWithError(group.ptr(), key.ptr());
         TORCH_CHECK_VALUE(value != nullptr, "a parameter group has no ", py::str(key));
@@ -421,8 +403,8 @@ class Plan {
           push_value(value, header, key);
         }
       }
-      TORCH_CHECK_VALUE(group_words_.size() - header == static_cast<size_t>(group_size()),
-                        "a parameter group has ", group_words_.size() - header - 1,
+      TORCH_CHECK_VALUE(words_.size() - header == static_cast<size_t>(group_size()),
+                        "a parameter group has ", words_.size() - header - 1,
                         " hyperparameters, expected ", group_size() - 1);
     }
   }
@@ -433,9 +415,9 @@ class Plan {
       const at::Tensor& tensor = caster;
       const bool is_double = tensor.scalar_type() == at::kDouble;
       if (tensor.device() == device_ && (is_double || tensor.scalar_type() == at::kFloat)) {
-        const size_t i = group_words_.size() - header - 1;
-        group_words_[header] |= (uint64_t{1} << i) | (uint64_t{is_double} << (32 + i));
-        group_words_.push_back(reinterpret_cast<uint64_t>(tensor.data_ptr()));
+        const size_t i = words_.size() - header - 1;
+        words_[header] |= (uint64_t{1} << i) | (uint64_t{is_double} << (32 + i));
+        words_.push_back(reinterpret_cast<uint64_t>(tensor.data_ptr()));
         return;
       }
       TORCH_CHECK_TYPE(tensor.is_cpu(), py::str(key),
@@ -446,7 +428,7 @@ class Plan {
     if (number == -1.0 && PyErr_Occurred()) throw py::error_already_set();
     uint64_t word;
     std::memcpy(&word, &number, sizeof word);
-    group_words_.push_back(word);
+    words_.push_back(word);
   }
 
   at::Device device_;
@@ -459,15 +441,14 @@ class Plan {
   std::vector<c10::TensorImpl*> grad_impls_;
   std::vector<TensorRow> rows_;
   std::vector<std::vector<int32_t>> tiles_;  // of each signature: tile -> tensor
-  std::vector<Chunk> chunks_;
-  at::Tensor rows_table_, ready_;
+  at::Tensor rows_table_, ready_, words_table_;
   std::vector<at::Tensor> tile_tables_;
   std::vector<const void*> grads_;
   std::vector<at::Tensor> copies_;  // gradients laid out unlike their parameter
   std::vector<bool> signature_used_;
-  std::vector<uint64_t> group_words_, words_;
+  std::vector<uint64_t> words_, sent_words_;
   int64_t gathered_ = 0;
-  bool captured_ = false;
+  bool captured_ = false, captured_now_ = false;
 };
 
 }  // namespace

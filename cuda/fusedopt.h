@@ -34,26 +34,24 @@ struct TensorRow {
   float* fp8_scale_inv;
   float fp8_largest;  // of its dtype; 0: somebody else chooses the scale
   int32_t aligned;    // every pointer to elements above is a multiple of 16 bytes
+  int32_t group;
   int64_t numel;
   int64_t first_tile;  // in the tile list of its signature
 };
 
-// What changes from step to step, for a run of tensors [first, first + count). It travels in the
-// launch itself, so there is no host buffer to guard and a captured graph keeps its own copy.
-// `words` holds the groups these tensors belong to, then one gradient pointer per tensor (null: no
-// gradient this time), then one group number per tensor, two to a word. A group is a mask of the
-// values that are pointers to device scalars, a mask of those that point to doubles, and the
-// values.
+// What changes from step to step. `words` goes with it: every group, then one gradient pointer per
+// tensor (null: no gradient this time). A group is a mask of the values that are pointers to device
+// scalars (low half: any; high half: to doubles), then the values. Where the words fit into a
+// launch they travel in it: there is no host buffer to guard and a captured graph keeps its own
+// copy.
 struct Advance {
   const TensorRow* rows;
   void* ready;  // Ready<Rule>[tensors], written by advance, read by update
   const float* grad_scale;
   const float* found_inf;
   uint32_t seed;
-  int32_t first;
-  int32_t count;
+  int32_t tensors;
   int32_t groups;
-  int32_t num_words;
 };
 
 struct Update {
@@ -69,8 +67,8 @@ struct Kernels {
   int32_t tile_elements;
   int32_t ready_bytes;
   int32_t hyperparameters;
-  int32_t max_words;  // of one Advance
-  int (*advance)(const Advance&, const uint64_t* words, void* stream);
+  int32_t max_words;  // that fit into a launch; more must lie on the device
+  int (*advance)(const Advance&, const uint64_t* words, int32_t num_words, void* stream);
   int (*update)(const Update&, void* stream);
 };
 

@@ -19,9 +19,9 @@ constexpr Kernels make_kernels() {
       kHostTile,
       sizeof(Ready<Rule>),
       kHyperparameters<Rule>,
-      1 << 20,
-      [](const Advance& args, const uint64_t* words, void*) -> int {
-        for (int i = 0; i < args.count; ++i) advance_tensor<Rule>(args, words, i);
+      1 << 30,
+      [](const Advance& args, const uint64_t* words, int32_t, void*) -> int {
+        for (int i = 0; i < args.tensors; ++i) advance_tensor<Rule>(args, words, i);
         return 0;
       },
       [](const Update& args, void*) -> int {

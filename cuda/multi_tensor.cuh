@@ -68,16 +68,13 @@ FUSEDOPT_HD typename Rule::Hyperparameters read_group(const uint64_t* words) {
 template <class Rule>
 FUSEDOPT_HD void advance_tensor(const Advance& args, const uint64_t* words, int index) {
   constexpr int kGroupWords = 1 + kHyperparameters<Rule>;
-  const uint64_t* grads = words + args.groups * kGroupWords;
-  const uint64_t group_pair = grads[args.count + index / 2];
-  const uint32_t group_index = static_cast<uint32_t>(group_pair >> 32 * (index % 2));
-
-  const TensorRow& row = args.rows[args.first + index];
+  const uint64_t grad = words[args.groups * kGroupWords + index];
+  const TensorRow& row = args.rows[index];
   Ready<Rule> ready = {};
   const bool skip = args.found_inf && *args.found_inf != 0;
-  ready.grad = skip ? nullptr : reinterpret_cast<const void*>(grads[index]);
+  ready.grad = skip ? nullptr : reinterpret_cast<const void*>(grad);
   if (ready.grad) {
-    const auto group = read_group<Rule>(words + group_index * kGroupWords);
+    const auto group = read_group<Rule>(words + row.group * kGroupWords);
     const float factor = args.grad_scale ? 1 / *args.grad_scale : 1;
     const float step = *row.step + 1;
     *row.step = step;
@@ -92,16 +89,17 @@ FUSEDOPT_HD void advance_tensor(const Advance& args, const uint64_t* words, int 
       *row.fp8_scale_inv = 1 / *row.fp8_scale;
     }
   }
-  static_cast<Ready<Rule>*>(args.ready)[args.first + index] = ready;
+  static_cast<Ready<Rule>*>(args.ready)[index] = ready;
 }
 
 // ---- memory: N elements of a tensor, in registers or on a CPU thread's stack
 // ----------------------
 
-// Elements [offset, offset + count) of a tensor; count may be less than N, also 0 or negative.
+// N elements of a tensor from offset on. Those past the last one are read as the last one, which
+// changes no block's largest element, and are not written.
 struct Span {
   int64_t offset;
-  int64_t count;
+  int64_t last;
 };
 
 #if defined(__CUDACC__)
@@ -145,8 +143,8 @@ struct Piece<4> {
 
 template <bool kWhole, class T, int N>
 FUSEDOPT_HD void load(const void* base, Span span, T (&out)[N]) {
-  const T* source = static_cast<const T*>(base) + span.offset;
   if constexpr (kWhole) {
+    const T* source = static_cast<const T*>(base) + span.offset;
 #ifdef __CUDA_ARCH__
     Piece<sizeof out> pieces[sizeof out / sizeof(Piece<sizeof out>)];
     FUSEDOPT_UNROLL
@@ -159,7 +157,10 @@ FUSEDOPT_HD void load(const void* base, Span span, T (&out)[N]) {
 #endif
   } else {
     FUSEDOPT_UNROLL
-    for (int i = 0; i < N; ++i) out[i] = i < span.count ? source[i] : T{};
+    for (int i = 0; i < N; ++i) {
+      const int64_t index = span.offset + i;
+      out[i] = static_cast<const T*>(base)[index < span.last ? index : span.last];
+    }
   }
 }
 
@@ -180,7 +181,7 @@ FUSEDOPT_HD void store(void* base, Span span, const T (&in)[N]) {
   } else {
     FUSEDOPT_UNROLL
     for (int i = 0; i < N; ++i) {
-      if (i < span.count) target[i] = in[i];
+      if (span.offset + i <= span.last) target[i] = in[i];
     }
   }
 }
@@ -260,9 +261,9 @@ struct Slice {
   template <bool kWhole>
   FUSEDOPT_HD void load(const void* base, const float* scales, Span span) {
     if constexpr (Stream::kBlockScaled) {
-      float block[1] = {1};
-      const Span at = {span.offset / kScaleBlock, 1};
-      if (kWhole || span.count > 0) fusedopt::load<kWhole>(scales, at, block);
+      float block[1];
+      const Span blocks = {span.offset / kScaleBlock, span.last / kScaleBlock};
+      fusedopt::load<kWhole>(scales, blocks, block);
       scale = block[0];
     }
     fusedopt::load<kWhole>(base, span, raw);
@@ -274,16 +275,14 @@ struct Slice {
   FUSEDOPT_HD void write(void* base, float* scales, Span span, float (&values)[N], Random random,
                          Math (&math)[N]) {
     float inverse = 1;
-    FUSEDOPT_UNROLL
-    for (int i = 0; i < N; ++i) values[i] = Stream::prepare(values[i], math[i]);
     if constexpr (Stream::kBlockScaled) {
-      scale = block_scale<typename Stream::Code>(largest_finite(values));
-      inverse = Approximate::divide(1, scale);
-      if (Lanes<N>::is_first() && (kWhole || span.count > 0)) {
+      scale = Stream::scale_of(largest_finite(values));
+      inverse = Approximate::inverse(scale);
+      if (Lanes<N>::is_first() && (kWhole || span.offset <= span.last)) {
         scales[span.offset / kScaleBlock] = scale;
       }
     }
-    Stream::encode(values, inverse, random, raw);
+    Stream::encode(values, inverse, random, math, raw);
     store<kWhole>(base, span, raw);
   }
 };
@@ -423,6 +422,8 @@ struct Layout<Signature<R, P, G, M, kStochastic, Codes...>> {
   static constexpr size_t kWidest = widest<P, G, M, Codes...>();
   static constexpr int kElements = kBlockScaled || kWidest < sizeof(float) ? 8 : 4;
   static constexpr int kThreads = 128;
+  // Bounds the registers of a thread, so that enough warps wait for memory at once.
+  static constexpr int kBlocksPerMultiprocessor = !kBlockScaled ? 12 : kWidest < 4 ? 10 : 9;
   template <int N>
   using WeightOf = Weight<P, kStochastic, M, N>;
   template <int N>
@@ -463,7 +464,7 @@ FUSEDOPT_HD void update_tile(const TensorRow& row, const Ready<typename S::Rule>
                              int64_t begin, int64_t tile, int64_t offset) {
   const bool whole =
       row.aligned && reinterpret_cast<uintptr_t>(ready.grad) % 16 == 0 && begin + tile <= row.numel;
-  const Span span = {offset, row.numel - offset};
+  const Span span = {offset, row.numel - 1};
   if (whole) {
     update_slice<S, N, true>(row, ready, span);
   } else {
@@ -478,19 +479,26 @@ struct Words {
   uint64_t words[kWords];
 };
 
-constexpr int kFewWords = 480, kManyWords = 3900;  // kernel parameters end at 4 KiB, or 32764 bytes
-static_assert(sizeof(Advance) + sizeof(Words<kFewWords>) <= 4096, "");
-static_assert(sizeof(Advance) + sizeof(Words<kManyWords>) <= 32764, "");
+constexpr int kMaxWords = 3900;  // kernel parameters end at 32764 bytes
+static_assert(sizeof(Advance) + sizeof(Words<kMaxWords>) <= 32764, "");
 
 template <class Rule, int kWords>
 __global__ void __launch_bounds__(128) advance_kernel(const __grid_constant__ Advance args,
                                                       const __grid_constant__ Words<kWords> list) {
   const int index = blockIdx.x * blockDim.x + threadIdx.x;
-  if (index < args.count) advance_tensor<Rule>(args, list.words, index);
+  if (index < args.tensors) advance_tensor<Rule>(args, list.words, index);
+}
+
+template <class Rule>
+__global__ void __launch_bounds__(128)
+    advance_far_kernel(const __grid_constant__ Advance args, const uint64_t* words) {
+  const int index = blockIdx.x * blockDim.x + threadIdx.x;
+  if (index < args.tensors) advance_tensor<Rule>(args, words, index);
 }
 
 template <class S>
-__global__ void __launch_bounds__(Layout<S>::kThreads) update_kernel(const Update args) {
+__global__ void __launch_bounds__(Layout<S>::kThreads, Layout<S>::kBlocksPerMultiprocessor)
+    update_kernel(const Update args) {
   using Rule = typename S::Rule;
   constexpr int64_t kTile = Layout<S>::kThreads * Layout<S>::kElements;
   const int tensor = args.tiles[blockIdx.x];
@@ -503,11 +511,20 @@ __global__ void __launch_bounds__(Layout<S>::kThreads) update_kernel(const Updat
                                        begin + threadIdx.x * Layout<S>::kElements);
 }
 
-template <class Rule, int kWords>
-void launch_advance(const Advance& args, const uint64_t* words, cudaStream_t stream) {
-  Words<kWords> list;
-  memcpy(list.words, words, args.num_words * sizeof(uint64_t));
-  advance_kernel<Rule, kWords><<<(args.count + 127) / 128, 128, 0, stream>>>(args, list);
+// The words in the smallest launch that holds them: what is not there need not be sent.
+template <class Rule, int kWords, int... kMore>
+void launch_advance(const Advance& args, const uint64_t* words, int num_words,
+                    cudaStream_t stream) {
+  const int blocks = (args.tensors + 127) / 128;
+  if (num_words <= kWords) {
+    Words<kWords> list;
+    memcpy(list.words, words, num_words * sizeof(uint64_t));
+    advance_kernel<Rule, kWords><<<blocks, 128, 0, stream>>>(args, list);
+  } else if constexpr (sizeof...(kMore) > 0) {
+    launch_advance<Rule, kMore...>(args, words, num_words, stream);
+  } else {
+    advance_far_kernel<Rule><<<blocks, 128, 0, stream>>>(args, words);
+  }
 }
 
 template <class S>
@@ -517,11 +534,10 @@ constexpr Kernels make_kernels() {
       Layout<S>::kThreads * Layout<S>::kElements,
       sizeof(Ready<Rule>),
       kHyperparameters<Rule>,
-      kManyWords,
-      [](const Advance& args, const uint64_t* words, void* stream) -> int {
-        const auto launch = args.num_words <= kFewWords ? &launch_advance<Rule, kFewWords>
-                                                        : &launch_advance<Rule, kManyWords>;
-        launch(args, words, static_cast<cudaStream_t>(stream));
+      kMaxWords,
+      [](const Advance& args, const uint64_t* words, int32_t num_words, void* stream) -> int {
+        launch_advance<Rule, 240, 1200, kMaxWords>(args, words, num_words,
+                                                   static_cast<cudaStream_t>(stream));
         return cudaGetLastError();
       },
       [](const Update& args, void* stream) -> int {

@@ -30,13 +30,24 @@ FUSEDOPT_HD float power_of_two(int exponent) {  // -126 to 127
   return bits_float(static_cast<uint32_t>(exponent + 127) << 23);
 }
 
+// Products and sums are rounded as written (contraction is off in every compiler); this is the one
+// that is not rounded in between. So the CPU and CUDA compute the same bits.
+FUSEDOPT_HD float fused_multiply_add(float a, float b, float c) {
+#ifdef __CUDA_ARCH__
+  return __fmaf_rn(a, b, c);
+#else
+  return __builtin_fmaf(a, b, c);
+#endif
+}
+
 FUSEDOPT_HD float larger_or_nan(float a, float b) { return b > a || b != b ? b : a; }
 
 // Math of a signature: IEEE where it is free; approximate (1 to 2 ulp) where block-scaled streams
 // make arithmetic the bottleneck on CUDA.
 struct Exact {
   FUSEDOPT_HD float sqrt(float x) { return ::sqrtf(x); }
-  static FUSEDOPT_HD float divide(float a, float b) { return a / b; }
+  static FUSEDOPT_HD float inverse(float x) { return 1 / x; }
+  static FUSEDOPT_HD float minus_quotient(float x, float a, float b) { return x - a / b; }
 };
 
 struct Approximate {
@@ -57,14 +68,19 @@ struct Approximate {
     return root;
   }
 
-  static FUSEDOPT_HD float divide(float a, float b) {
+  // x is a sum with eps or a block's scale: not subnormal where it matters.
+  static FUSEDOPT_HD float inverse(float x) {
 #ifdef __CUDA_ARCH__
-    float inverse;  // b is a sum with eps or a block's scale: not subnormal where it matters
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(b));
-    return a * inverse;
+    float inverse;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x));
+    return inverse;
 #else
-    return a / b;
+    return 1 / x;
 #endif
+  }
+
+  static FUSEDOPT_HD float minus_quotient(float x, float a, float b) {
+    return fused_multiply_add(-a, inverse(b), x);
   }
 };
 
@@ -98,7 +114,7 @@ struct Random {
         stream(stream) {}
   FUSEDOPT_HD uint32_t pair(int i) const {  // of elements 2 * i (low half) and 2 * i + 1
     const uint32_t draw = hash32(base + static_cast<uint32_t>(i));
-    return stream % 2 ? fold_product(draw, 0xd6e8feb9u) : draw;
+    return stream % 2 ? draw * 0xd6e8feb9u : draw;
   }
   FUSEDOPT_HD uint32_t operator()(int i) const {
     return i % 2 ? pair(i / 2) >> 16 : pair(i / 2) & 0xffffu;
@@ -173,15 +189,18 @@ struct Minifloat {
   static FUSEDOPT_HD S stochastic(float x, uint32_t random) { return nearest(dither(x, random)); }
 
   // A number of this format next to x, the upper with the probability of x's distance to the lower.
-  // The random bits leave out the ends of [0, 1), so that a value a few ulp of fp32 off a number of
-  // this format always returns to it.
+  // The noise is a middle of equal intervals of [0, 1), so that a value a few ulp of fp32 off a
+  // number of this format always returns to it; fp16 leaves room for fewer intervals.
   static FUSEDOPT_HD float dither(float x, uint32_t random) {
     const uint32_t tiny = float_bits(power_of_two(kSmallestNormal));
     const uint32_t exponent = float_bits(x) & 0x7f800000u;
     const float binade = bits_float(exponent > tiny ? exponent : tiny);
-    // random / 65536 steps of this format: 2^23 + random is a float whose last bits are random.
-    const float noise = bits_float(0x4b000000u | random) * power_of_two(-16 - kMantissa) -
-                        power_of_two(7 - kMantissa);
+    if constexpr (kMantissa > 7) random = (random & 0xffc0u) | 0x20u;
+    constexpr float kMiddle = kMantissa > 7 ? 0 : 0.5f;
+    // 2^23 + random is a float whose last bits are random; from it, noise in units of the binade.
+    const float noise =
+        fused_multiply_add(bits_float(0x4b000000u | random), power_of_two(-16 - kMantissa),
+                           (kMiddle - 8388608.0f) * power_of_two(-16 - kMantissa));
 #ifdef __CUDA_ARCH__
     // A number this large has no bits below the format's last one: adding it, rounded down, is
     // floor.
@@ -194,11 +213,6 @@ struct Minifloat {
     const float steps = floorf(x * per_step + noise * power_of_two(kMantissa));
     return steps * (binade * power_of_two(-kMantissa));
 #endif
-  }
-
-  // What dither may draw from 16 random bits, for two numbers: the middles of equal intervals.
-  static FUSEDOPT_HD uint32_t centered(uint32_t pair) {
-    return kMantissa > 7 ? (pair & 0xffc0ffc0u) | 0x00200020u : pair | 0x00010001u;
   }
 
  private:
@@ -297,14 +311,6 @@ FUSEDOPT_HD void encode_nearest(const float (&values)[N], typename Code::Storage
 
 // ---- streams: how a tensor of numbers is kept ---------------------------------------------------
 
-// The scale of a block whose largest finite magnitude is given, as bits.
-template <class Code>
-FUSEDOPT_HD float block_scale(uint32_t largest_bits) {
-  if (largest_bits == 0) return 1;
-  const float scale = bits_float(largest_bits) * power_of_two(-Code::kTop);
-  return scale > power_of_two(-126) ? scale : power_of_two(-126);
-}
-
 template <class C, Role kRole>
 struct Stream {
   using Code = C;
@@ -325,30 +331,39 @@ struct Stream {
     }
   }
 
-  // First half of encoding: what the block's scale is taken from.
-  template <class Math>
-  static FUSEDOPT_HD float prepare(float x, Math& math) {
-    return kRoot ? math.sqrt(x) : x;
+  // The scale of a block whose largest finite magnitude is given, as bits.
+  static FUSEDOPT_HD float scale_of(uint32_t largest_bits) {
+    if (largest_bits == 0) return 1;
+    const float largest = bits_float(largest_bits);
+    const float scale = (kRoot ? ::sqrtf(largest) : largest) * power_of_two(-Code::kTop);
+    return scale > power_of_two(-126) ? scale : power_of_two(-126);
   }
 
-  // Second half, of prepared values; they are overwritten.
-  template <int N>
+  // Overwrites the values; where they are kept as roots, math knows those already.
+  template <int N, class Math>
   static FUSEDOPT_HD void encode(float (&values)[N], float inverse_scale, Random random,
-                                 Storage (&raw)[N]) {
+                                 Math (&math)[N], Storage (&raw)[N]) {
     if constexpr (kBlockScaled) {
       constexpr float kSmallest = 1.0f / (1 << (Code::kMantissaBits - Code::kSmallestNormal));
+      float smallest = kSmallest;
       FUSEDOPT_UNROLL
       for (int i = 0; i < N; ++i) {
-        const float x = values[i] * inverse_scale;
-        values[i] = x;
-        if constexpr (kRole != Role::kMaximum) {
-          const uint32_t pair = Code::centered(random.pair(i / 2));
-          values[i] = Code::dither(x, i % 2 ? pair >> 16 : pair & 0xffffu);
-        } else if (fabsf(x) > power_of_two(127)) {
-          values[i] = NAN;  // in a block what is not finite is NaN, also where a cast saturates
+        values[i] = (kRoot ? math[i].sqrt(values[i]) : values[i]) * inverse_scale;
+        smallest = values[i] < smallest ? values[i] : smallest;
+      }
+      if (kKeepsNonzero && smallest < kSmallest) {  // rare: 2^17 below the block's largest
+        FUSEDOPT_UNROLL
+        for (int i = 0; i < N; ++i) {
+          if (values[i] > 0 && values[i] < kSmallest) values[i] = kSmallest;
         }
-        if constexpr (kKeepsNonzero) {
-          if (x > 0 && values[i] < kSmallest) values[i] = kSmallest;
+      }
+      FUSEDOPT_UNROLL
+      for (int i = 0; i < N; ++i) {
+        if constexpr (kRole == Role::kMaximum) {
+          // In a block what is not finite is NaN, also where a cast saturates.
+          values[i] = fabsf(values[i]) <= power_of_two(127) ? values[i] : NAN;
+        } else {
+          values[i] = Code::dither(values[i], random(i));
         }
       }
       encode_nearest<Code>(values, raw);

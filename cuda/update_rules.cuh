@@ -39,14 +39,15 @@ struct Adam {
   FUSEDOPT_HD void apply(float& param, float grad, float (&state)[kMaxStates], Math& math) const {
     float& exp_avg = state[0];
     float& exp_avg_sq = state[1];
-    param = decay == 0 ? param : param - decay * param;  // 0 * inf would be nan
-    grad = l2 == 0 ? grad : grad + l2 * param;
-    exp_avg = (lerp_from_grad ? grad : exp_avg) + lerp_weight * (grad - exp_avg);
-    exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * grad * grad;
+    param = decay == 0 ? param : fused_multiply_add(-decay, param, param);  // 0 * inf is nan
+    grad = l2 == 0 ? grad : fused_multiply_add(l2, param, grad);
+    const float base = lerp_from_grad ? grad : exp_avg;
+    exp_avg = fused_multiply_add(lerp_weight, grad - exp_avg, base);
+    exp_avg_sq = fused_multiply_add(one_minus_beta2 * grad, grad, beta2 * exp_avg_sq);
     float second = exp_avg_sq;
     if constexpr (kStates == 3) second = state[2] = larger_or_nan(state[2], exp_avg_sq);
-    const float denominator = math.sqrt(second) * inv_sqrt_correction2 + eps;
-    param = param - math.divide(step_size * exp_avg, denominator);
+    const float denominator = fused_multiply_add(math.sqrt(second), inv_sqrt_correction2, eps);
+    param = math.minus_quotient(param, step_size * exp_avg, denominator);
   }
 };
 
@@ -75,14 +76,14 @@ struct SGD {
 
   template <int kStates, class Math>
   FUSEDOPT_HD void apply(float& param, float grad, float (&state)[kMaxStates], Math&) const {
-    grad = decay_before == 0 ? grad : grad + decay_before * param;
+    grad = decay_before == 0 ? grad : fused_multiply_add(decay_before, param, grad);
     if constexpr (kStates == 1) {
       float& momentum_buffer = state[0];
-      momentum_buffer = keep * momentum_buffer + take * grad;
-      grad = nesterov ? grad + momentum * momentum_buffer : momentum_buffer;
+      momentum_buffer = fused_multiply_add(keep, momentum_buffer, take * grad);
+      grad = nesterov ? fused_multiply_add(momentum, momentum_buffer, grad) : momentum_buffer;
     }
-    grad = decay_after == 0 ? grad : grad + decay_after * param;
-    param = param - lr * grad;
+    grad = decay_after == 0 ? grad : fused_multiply_add(decay_after, param, grad);
+    param = fused_multiply_add(-lr, grad, param);
   }
 };
 
@@ -106,8 +107,8 @@ struct Lion {
   FUSEDOPT_HD void apply(float& param, float grad, float (&state)[kMaxStates], Math&) const {
     float& exp_avg = state[0];
     const float update = exp_avg + take1 * (grad - exp_avg);
-    exp_avg = exp_avg + take2 * (grad - exp_avg);
-    param = decay == 0 ? param : param - decay * param;
+    exp_avg = fused_multiply_add(take2, grad - exp_avg, exp_avg);
+    param = decay == 0 ? param : fused_multiply_add(-decay, param, param);
     param = param - lr * (update > 0 ? 1.0f : update < 0 ? -1.0f : update);  // 0 and nan stay
   }
 };

@@ -45,6 +45,17 @@ def new_scaler(device: torch.device, scale: float = 2.0**12) -> torch.amp.GradSc
     return scaler
 
 
+def skip_unless_checkable(case: Case, device: torch.device) -> None:
+    """torch.amp.GradScaler of some versions cannot check bf16 gradients on CUDA."""
+    for dtype in {param.dtype for param in new_params(case, device, [(1,)])}:
+        flag, one = torch.zeros(1, device=device), torch.ones(1, device=device)
+        grad = torch.ones(1, device=device, dtype=dtype)
+        try:
+            torch._amp_foreach_non_finite_check_and_unscale_([grad], flag, one)
+        except NotImplementedError:
+            pytest.skip(f"torch {torch.__version__} cannot check gradients of {dtype} on CUDA")
+
+
 def scale_grads(params: list[Any], factor: float) -> None:
     for param in params:
         param.grad *= factor
@@ -77,6 +88,7 @@ STEPS = [by_scaler, by_argument]
 @pytest.mark.parametrize("case", SAMPLE, ids=str)
 def test_scaled_gradients(case: Case, step: Step, device: torch.device, backend: str) -> None:
     """A power of two is divided out exactly: the bits of a run without a scaler."""
+    skip_unless_checkable(case, device)
     params, optimizer, copies, twin = two_alike(case, device)
     scaler = new_scaler(device)
     for _ in range(3):
@@ -93,6 +105,7 @@ def test_scaled_gradients(case: Case, step: Step, device: torch.device, backend:
 
 @pytest.mark.parametrize("case", SAMPLE, ids=str)
 def test_a_scaler_step_only_reads_gradients(case: Case, device: torch.device, backend: str) -> None:
+    skip_unless_checkable(case, device)
     params, optimizer, _, _ = two_alike(case, device)
     set_grads(params)
     before = [bits(param.grad).clone() for param in params if param.grad is not None]
@@ -107,6 +120,7 @@ def test_a_scaler_step_only_reads_gradients(case: Case, device: torch.device, ba
 def test_a_skipped_step_changes_no_bit(
     case: Case, steps_before: int, value: float, device: torch.device, backend: str
 ) -> None:
+    skip_unless_checkable(case, device)
     check_skipped_step(case, by_scaler, steps_before, value, device, backend)
 
 
@@ -115,6 +129,7 @@ def test_a_skipped_step_changes_no_bit(
 def test_a_skipped_step_by_argument(
     case: Case, steps_before: int, device: torch.device, backend: str
 ) -> None:
+    skip_unless_checkable(case, device)
     check_skipped_step(case, by_argument, steps_before, float("inf"), device, backend)
 
 
@@ -155,6 +170,7 @@ def check_skipped_step(
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("case", SAMPLE, ids=str)
 def test_unscale_then_clip(case: Case, step: Step, device: torch.device, backend: str) -> None:
+    skip_unless_checkable(case, device)
     params, optimizer, copies, twin = two_alike(case, device)
     scaler = new_scaler(device)
     for _ in range(2):
@@ -376,7 +392,9 @@ def test_two_launches(case: Case, count: int, group_count: int, cuda: torch.devi
             torch.cuda.synchronize()
     events: Any = profile.events()
     names = [event.name for event in events if event.device_type.name == "CUDA"]
-    assert len(names) == 2, names
+    kernels = [name for name in names if not name.startswith("Optimizer.")]  # no annotations
+    assert len(kernels) == 2, kernels
+    assert ["advance" in name for name in kernels] == [True, False]
 
 
 @pytest.mark.gpu

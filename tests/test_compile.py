@@ -28,7 +28,7 @@ def compile_report(signature: fusedopt._Signature, home: Path, target: Path) -> 
     """What ptxas says of one signature, compiled for every architecture."""
     command = [
         str(home / "bin" / "nvcc"),
-        *("-std=c++17", "-O3", "-Xptxas=-v", "-cubin", "-Werror=all-warnings"),
+        *("-std=c++17", "-O3", "-fmad=false", "-Xptxas=-v", "-cubin", "-Werror=all-warnings"),
         *(f"-D{define}" for define in signature.defines()),
         "step.cu",
     ]

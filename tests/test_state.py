@@ -59,7 +59,8 @@ def step_alike(*optimizers: Any, steps: int = 2) -> None:
         set_grads(lists[0])
         for params in lists[1:]:
             for param, source in zip(params, lists[0], strict=True):
-                param.grad = None if source.grad is None else source.grad.to(param)
+                # A copy of its own: torch's foreach SGD adds to the gradients.
+                param.grad = None if source.grad is None else source.grad.to(param).clone()
         for optimizer in optimizers:
             optimizer.step()
 
@@ -316,7 +317,8 @@ def test_torch_checkpoints_load(
 def assert_goes_on_alike(reference: Any, optimizer: Any) -> None:
     pairs = zip(all_params(reference), all_params(optimizer), strict=True)
     for theirs, ours in pairs:
-        torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=2e-7)
+        # Steps of 0.02 on weights near 1: what is near 0 now has rounded as numbers near 1 do.
+        torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=5e-7)
         wanted = {key: value for key, value in reference.state[theirs].items() if value is not None}
         assert wanted.keys() | {"step"} == optimizer.state[ours].keys() | {"step"}
         for name, value in wanted.items():
