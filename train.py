@@ -237,6 +237,7 @@ def pick_device(name: str) -> torch.device:
         raise ConfigError(f"device must be one of {', '.join(allowed)} here, got {name!r}")
     device = torch.device(name if name != "auto" else "cuda" if gpus else "cpu")
     if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
     return device
 

@@ -52,6 +52,7 @@ struct Entry {
   c10::TensorImpl* param;  // has the gradient and the version
   c10::TensorImpl* data;   // whose memory is updated
   const void* address;     // of data when the plan was made
+  const void* hints[2];    // what reading param and data will touch, for prefetching only
   caffe2::TypeMeta grad_dtype;
   int32_t signature;  // -1: watched
 };
@@ -77,7 +78,7 @@ class Plan {
   }
 
   void watch(const at::Tensor& param) {
-    add_entry(param, param, {}, {nullptr, nullptr, nullptr, param.dtype(), -1});
+    add_entry(param, param, {}, {nullptr, nullptr, nullptr, {}, param.dtype(), -1});
   }
 
   // data holds the parameter's numbers, mostly it is param. scales[i] is null unless states[i] is
@@ -135,7 +136,11 @@ class Plan {
     row.aligned = aligned;
     row.group = static_cast<int32_t>(group);
     add_entry(param, data, row,
-              {nullptr, nullptr, data.data_ptr(), c10::scalarTypeToTypeMeta(grad_dtype),
+              {nullptr,
+               nullptr,
+               data.data_ptr(),
+               {},
+               c10::scalarTypeToTypeMeta(grad_dtype),
                static_cast<int32_t>(signature)});
   }
 
@@ -167,7 +172,12 @@ class Plan {
     std::fill(signature_used_.begin(), signature_used_.end(), false);
     // Three short passes instead of a long one keep many cache misses in flight.
     if (grads.is_none()) {
+      constexpr size_t kAhead = 16;
       for (size_t i = 0; i < entries_.size(); ++i) {
+        const Entry& later = entries_[std::min(i + kAhead, entries_.size() - 1)];
+        prefetch(later.param);
+        __builtin_prefetch(later.hints[0]);
+        __builtin_prefetch(later.hints[1]);
         const at::Tensor& grad = static_cast<const c10::TensorImpl*>(entries_[i].param)->grad();
         grad_impls_[i] = grad.defined() ? grad.unsafeGetTensorImpl() : nullptr;
         prefetch(grad_impls_[i]);
@@ -313,6 +323,8 @@ class Plan {
     kept_.push_back(data);
     entry.param = param.unsafeGetTensorImpl();
     entry.data = data.unsafeGetTensorImpl();
+    entry.hints[0] = entry.param->autograd_meta();
+    entry.hints[1] = entry.data->unsafe_storage().unsafeGetStorageImpl();
     entries_.push_back(entry);
     rows_.push_back(row);
     grads_.push_back(nullptr);

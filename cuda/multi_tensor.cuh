@@ -423,7 +423,7 @@ struct Layout<Signature<R, P, G, M, kStochastic, Codes...>> {
   static constexpr int kElements = kBlockScaled || kWidest < sizeof(float) ? 8 : 4;
   static constexpr int kThreads = 128;
   // Bounds the registers of a thread, so that enough warps wait for memory at once.
-  static constexpr int kBlocksPerMultiprocessor = !kBlockScaled ? 12 : kWidest < 4 ? 10 : 9;
+  static constexpr int kBlocksPerMultiprocessor = kElements == 4 ? 12 : 9;
   template <int N>
   using WeightOf = Weight<P, kStochastic, M, N>;
   template <int N>
@@ -467,9 +467,11 @@ FUSEDOPT_HD void update_tile(const TensorRow& row, const Ready<typename S::Rule>
   const Span span = {offset, row.numel - 1};
   if (whole) {
     update_slice<S, N, true>(row, ready, span);
-  } else {
-    update_slice<S, N, false>(row, ready, span);
+    return;
   }
+#if !defined(FUSEDOPT_ONLY_WHOLE_TILES)  // a test compiles the path that counts alone
+  update_slice<S, N, false>(row, ready, span);
+#endif
 }
 
 #if defined(__CUDACC__)
