@@ -423,7 +423,9 @@ struct Layout<Signature<R, P, G, M, kStochastic, Codes...>> {
   static constexpr int kElements = kBlockScaled || kWidest < sizeof(float) ? 8 : 4;
   static constexpr int kThreads = 128;
   // Bounds the registers of a thread, so that enough warps wait for memory at once.
-  static constexpr int kBlocksPerMultiprocessor = kElements == 4 ? 12 : 9;
+  static constexpr int kBlocksPerMultiprocessor = kElements == 4         ? 12
+                                                  : sizeof...(Codes) < 3 ? 9
+                                                                         : 7;
   template <int N>
   using WeightOf = Weight<P, kStochastic, M, N>;
   template <int N>
