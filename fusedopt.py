@@ -62,6 +62,7 @@ __all__ = [
     "FusedSGD",
     "fp8_dequantize",
     "fp8_parameter",
+    "step_in_backward",
 ]
 
 # ==================================================================================================
@@ -908,9 +909,14 @@ class _TorchPlan:
     captured = False
 
     def __init__(
-        self, optimizer: _FusedOptimizer, rows: list[_Row], forms: dict[Tensor, _Form]
+        self,
+        optimizer: _FusedOptimizer,
+        device: torch.device,
+        rows: list[_Row],
+        forms: dict[Tensor, _Form],
     ) -> None:
         self.optimizer = optimizer
+        self.device = device
         self.rows = rows
         self.forms = forms
         self.structure = self._read_structure(optimizer.param_groups)
@@ -944,17 +950,39 @@ class _TorchPlan:
         """Gather and launch; False, with nothing changed, if the plan no longer fits."""
         fits = self.fits(groups) and self.gather(None)
         if fits:
-            self.launch(groups, grad_scale, found_inf)
+            self.launch(groups, grad_scale, found_inf, None, 0.0, None)
         return fits
 
     @torch.no_grad()
+    def norm_sq(self, groups: list[dict[str, Any]]) -> Tensor:
+        """The sum of squares of what was gathered, one number."""
+        wide = torch.float64 if self.device.type != "mps" else torch.float32
+        total = torch.zeros(1, dtype=wide, device=self.device)
+        for grad in self.grads:
+            if grad is not None:
+                total += grad.float().square().sum(dtype=wide)
+        return total
+
+    @torch.no_grad()
     def launch(
-        self, groups: list[dict[str, Any]], grad_scale: Tensor | None, found_inf: Tensor | None
+        self,
+        groups: list[dict[str, Any]],
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+        norm_sq: Tensor | None,
+        max_grad_norm: float,
+        grad_norm: Tensor | None,
     ) -> None:
         """Update every parameter that has a gradient."""
+        factor: Tensor | float = 1.0 if grad_scale is None else 1 / grad_scale
+        if norm_sq is not None:
+            norm = norm_sq.sqrt() * factor
+            if grad_norm is not None:
+                grad_norm.copy_(norm.reshape(()))
+            factor = factor * (max_grad_norm / (norm + 1e-6)).clamp(max=1.0).float()
         for row, grad in zip(self.rows, self.grads, strict=True):
             if grad is not None:
-                self._update(row.param, grad, groups[row.group], grad_scale, found_inf)
+                self._update(row.param, grad, groups[row.group], factor, found_inf)
         self.grads = []
 
     def _update(
@@ -962,7 +990,7 @@ class _TorchPlan:
         param: Tensor,
         grad: Tensor,
         group: dict[str, Any],
-        grad_scale: Tensor | None,
+        factor: Tensor | float,
         found_inf: Tensor | None,
     ) -> None:
         state, form, seed = self.optimizer.state[param], self.forms[param], self.optimizer._seed
@@ -972,7 +1000,7 @@ class _TorchPlan:
         writes = [(state["step"], step)]
         if _layout(grad) != _layout(place.data):
             grad = torch.empty_like(place.data, dtype=grad.dtype).copy_(grad)
-        flat_grad = _flat(grad).float() * (1.0 if grad_scale is None else 1 / grad_scale)
+        flat_grad = _flat(grad).float() * factor
         if group["maximize"]:
             flat_grad = -flat_grad
         values = [
@@ -1105,9 +1133,23 @@ class _FusedOptimizer(torch.optim.Optimizer):
     _structure: tuple[str, ...]  # `_modes` and whatever else makes a plan stale when it changes
     _step_supports_amp_scaling = True
 
+    max_grad_norm: float | None
+    grad_norm: Tensor | None  # of the last step, unscaled and before clipping; 0-dim fp32
+
     def __init__(
-        self, params: ParamsT, defaults: dict[str, Any], seed: int, set_grad_none: bool | None
+        self,
+        params: ParamsT,
+        defaults: dict[str, Any],
+        seed: int,
+        max_grad_norm: float | None,
+        set_grad_none: bool | None,
     ) -> None:
+        if max_grad_norm is not None and not 0 < max_grad_norm < math.inf:
+            raise ValueError(
+                f"max_grad_norm must be None, or finite and above 0, got {max_grad_norm}"
+            )
+        self.max_grad_norm, self.grad_norm = max_grad_norm, None
+        self._in_backward: _StepInBackward | None = None
         if not isinstance(seed, int) or not 0 <= seed <= _MASK:
             raise ValueError(f"seed must be an integer in [0, 2**32), got {seed!r}")
         self._seed = seed
@@ -1349,17 +1391,8 @@ class _FusedOptimizer(torch.optim.Optimizer):
         rows: dict[torch.device, list[_Row]] = {}
         for index, group in enumerate(self.param_groups):
             for i, param in enumerate(group["params"]):
-                grad = self._gradient(param, group)
-                if grad is not None:
-                    name = f"parameter {i} of group {index}"
-                    self._check_param(param, name, group)
-                    self._check_grad(param, grad, name)
-                    self._grad_dtypes[param] = grad.dtype
-                used = grad is not None or param in self.state or (every and param.requires_grad)
-                kept = _weight_of(param).data.dtype
-                likely = kept if kept in _PARAM_DTYPES else torch.bfloat16
-                dtype = self._grad_dtypes.get(param, likely) if used else None
-                rows.setdefault(param.device, []).append(_Row(param, index, dtype))
+                name = f"parameter {i} of group {index}"
+                rows.setdefault(param.device, []).append(self._row(param, index, name, every))
         finishers = [
             self._prepare(device, device_rows)
             for device, device_rows in rows.items()
@@ -1367,6 +1400,29 @@ class _FusedOptimizer(torch.optim.Optimizer):
         ]
         self._forget_plans()
         self._plans = [finish() for finish in finishers]
+        self._planned_state = (id(self.state), len(self.state))
+
+    def _row(self, param: Tensor, index: int, name: str, every: bool) -> _Row:
+        """One parameter of a plan, checked."""
+        group = self.param_groups[index]
+        grad = self._gradient(param, group)
+        if grad is not None:
+            self._check_param(param, name, group)
+            self._check_grad(param, grad, name)
+            self._grad_dtypes[param] = grad.dtype
+        used = grad is not None or param in self.state or (every and param.requires_grad)
+        kept = _weight_of(param).data.dtype
+        likely = kept if kept in _PARAM_DTYPES else torch.bfloat16
+        return _Row(param, index, self._grad_dtypes.get(param, likely) if used else None)
+
+    def _plan_of_one(self, param: Tensor) -> _DevicePlan:
+        """A plan of one parameter, which has a gradient."""
+        for index, group in enumerate(self.param_groups):
+            for i, other in enumerate(group["params"]):
+                if other is param:
+                    row = self._row(param, index, f"parameter {i} of group {index}", False)
+                    return self._prepare(param.device, [row])()
+        raise AssertionError("a hook of a parameter that is not in the optimizer")
 
     def _prepare(self, device: torch.device, rows: list[_Row]) -> Callable[[], _DevicePlan]:
         """Build what a plan of one device needs; what is returned makes states and the plan."""
@@ -1381,7 +1437,7 @@ class _FusedOptimizer(torch.optim.Optimizer):
                 for row in rows:
                     if row.grad_dtype is not None:
                         self._init_state(row.param, forms[row.param])
-                return _DevicePlan(backend, device, _TorchPlan(self, rows, forms), sources)
+                return _DevicePlan(backend, device, _TorchPlan(self, device, rows, forms), sources)
 
             return finish_torch
 
@@ -1471,9 +1527,14 @@ class _FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._in_backward is not None:
+            return self._in_backward.end_of_iteration(loss, self._scaling(**options))
         grad_scale, found_inf = self._scaling(**options)
+        if self._plans and (id(self.state), len(self.state)) != self._planned_state:
+            self._forget_plans()  # the user dropped or replaced all state
         if (
-            len(self._plans) == 1
+            self.max_grad_norm is None
+            and len(self._plans) == 1
             and self._plans[0].sources is None
             and self._plans[0].plan.step(self.param_groups, grad_scale, found_inf)
         ):
@@ -1482,10 +1543,28 @@ class _FusedOptimizer(torch.optim.Optimizer):
             self._make_plans()
             if not self._gather():
                 raise RuntimeError("gradients changed while the step was prepared")
-        for made in self._plans:
-            scaling = (_on(made.device, grad_scale), _on(made.device, found_inf))
-            made.plan.launch(self.param_groups, *scaling)
+        norm_sq = None if self.max_grad_norm is None else self._norm_sq()
+        for i, made in enumerate(self._plans):
+            made.plan.launch(
+                groups=self.param_groups,
+                grad_scale=_on(made.device, grad_scale),
+                found_inf=_on(made.device, found_inf),
+                norm_sq=_on(made.device, norm_sq),
+                max_grad_norm=self.max_grad_norm or 0.0,
+                grad_norm=self.grad_norm if i == 0 else None,
+            )
         return loss
+
+    def _norm_sq(self) -> Tensor | None:
+        """The sum of squares of all gradients, on the first plan's device."""
+        sums: list[Tensor] = [made.plan.norm_sq(self.param_groups) for made in self._plans]
+        if not sums:
+            return None
+        if self.grad_norm is None:
+            self.grad_norm = torch.zeros((), device=sums[0].device)
+        if len(sums) == 1:
+            return sums[0]
+        return torch.stack([part.to(sums[0].device) for part in sums]).sum(dim=0)
 
     _observed_step = torch.optim.Optimizer.profile_hook_step(_step)
 
@@ -1767,7 +1846,8 @@ class _FusedOptimizer(torch.optim.Optimizer):
             for key, values in self.state.items()
             if isinstance(values, dict)
         }
-        own = {"state": packed, "_seed": self._seed, "_grad_none": self._grad_none}
+        names = ("_seed", "_grad_none", "max_grad_norm", "grad_norm")
+        own = {"state": packed, **{name: getattr(self, name) for name in names}}
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -1776,6 +1856,7 @@ class _FusedOptimizer(torch.optim.Optimizer):
             for key, values in state["state"].items()
         }
         super().__setstate__({**state, "state": defaultdict(dict, unpacked)})
+        self.__dict__.setdefault("_in_backward", None)
         self._grad_dtypes = {}
         self._forget_plans()
 
@@ -1797,6 +1878,93 @@ class _FusedOptimizer(torch.optim.Optimizer):
                     param.decoupled_grad = None
                 elif grad is not None:
                     grad.zero_()
+
+
+# ---- Stepping inside backward() ------------------------------------------------------------------
+
+
+class _StepInBackward:
+    """What step_in_backward() returns; `remove()` ends it."""
+
+    def __init__(self, optimizer: _FusedOptimizer) -> None:
+        self.optimizer = optimizer
+        self.plans: dict[Tensor, _DevicePlan] = {}
+        self.done: set[Tensor] = set()
+        self.counts = False  # step() is called, so a second backward() before it can be told
+        self.hooks = [
+            param.register_post_accumulate_grad_hook(self._step)
+            for group in optimizer.param_groups
+            for param in group["params"]
+            if param.requires_grad
+        ]
+
+    def remove(self) -> None:
+        """Step in step() again."""
+        for hook in self.hooks:
+            hook.remove()
+        self.optimizer._in_backward = None
+
+    def end_of_iteration(self, loss: Any, scaling: tuple[Tensor | None, Tensor | None]) -> Any:
+        """What step() does meanwhile: nothing is left to update."""
+        if any(part is not None for part in scaling):
+            raise RuntimeError(
+                "step_in_backward() cannot be combined with a GradScaler: gradients are used "
+                "before all of them are known to be finite"
+            )
+        self.counts = True
+        self.done.clear()
+        return loss
+
+    @torch.no_grad()
+    def _step(self, param: Tensor) -> None:
+        if self.counts and param in self.done:
+            raise RuntimeError(
+                "step_in_backward() cannot accumulate gradients: a second backward() came before "
+                "step()"
+            )
+        self.done.add(param)
+        optimizer = self.optimizer
+        made = self.plans.get(param)
+        if made is None or not made.plan.step(optimizer.param_groups, None, None):
+            made = self.plans[param] = optimizer._plan_of_one(param)
+            if not made.plan.step(optimizer.param_groups, None, None):
+                raise RuntimeError("the gradient changed while the step was prepared")
+        param.grad = None
+
+
+def step_in_backward(model: torch.nn.Module, optimizer: _FusedOptimizer) -> _StepInBackward:
+    """Step each parameter as soon as its gradient is complete, and free the gradient.
+
+    At most a few gradients then exist at a time. The result is that of a step() after backward().
+    step() does nothing but end the iteration; calling it lets a second backward() before it be told
+    from the next iteration.
+
+    Args:
+        model: whose parameters the optimizer updates.
+        optimizer: one of this module.
+
+    Returns:
+        A handle; its `remove()` ends this.
+
+    Raises:
+        ValueError: a parameter of the model is not in the optimizer, or the optimizer has
+            max_grad_norm or use_decoupled_grad, which need all gradients first.
+    """
+    known = {param for group in optimizer.param_groups for param in group["params"]}
+    for name, param in model.named_parameters():
+        if param.requires_grad and param not in known:
+            raise ValueError(f"{name} is not in the optimizer: its gradient would not be freed")
+    if optimizer.max_grad_norm is not None:
+        raise ValueError(
+            f"max_grad_norm={optimizer.max_grad_norm} needs every gradient before the first step: "
+            "it cannot be combined with step_in_backward()"
+        )
+    if any(group["use_decoupled_grad"] for group in optimizer.param_groups):
+        raise ValueError("use_decoupled_grad=True cannot be combined with step_in_backward()")
+    if optimizer._in_backward is not None:
+        raise ValueError("step_in_backward() is on for this optimizer already")
+    optimizer._in_backward = _StepInBackward(optimizer)
+    return optimizer._in_backward
 
 
 # ---- The optimizers ------------------------------------------------------------------------------
@@ -1830,6 +1998,8 @@ class FusedAdam(_FusedOptimizer):
         exp_avg_sq_dtype: dtype of the second moment and its maximum, likewise.
         use_decoupled_grad: read `p.decoupled_grad` instead of `p.grad`.
         stochastic_rounding: round bf16 parameters without a master stochastically.
+        max_grad_norm: clip the norm of all gradients, after unscaling, to this, as
+            torch.nn.utils.clip_grad_norm_ does, without writing to them; `grad_norm` has it then.
         seed: of the stochastic rounding; the same on every replica.
         set_grad_none: deprecated; the default of zero_grad's set_to_none.
         foreach: accepted as None only; there is one implementation.
@@ -1875,6 +2045,7 @@ class FusedAdam(_FusedOptimizer):
         exp_avg_sq_dtype: torch.dtype | str | None = None,
         use_decoupled_grad: bool = False,
         stochastic_rounding: bool = False,
+        max_grad_norm: float | None = None,
         seed: int = 0,
         set_grad_none: bool | None = None,
         foreach: bool | None = None,
@@ -1903,7 +2074,7 @@ class FusedAdam(_FusedOptimizer):
             fused=fused,
             differentiable=differentiable,
         )
-        super().__init__(params, defaults, seed, set_grad_none)
+        super().__init__(params, defaults, seed, max_grad_norm, set_grad_none)
 
     def _validate(self, group: dict[str, Any]) -> None:
         _validate_betas(group)
@@ -1986,6 +2157,8 @@ class FusedSGD(_FusedOptimizer):
         stochastic_rounding: round bf16 parameters without a master stochastically.
         materialize_master_grads: accepted for TransformerEngine's sake: gradients of any dtype are
             read as they are, no fp32 copy of them is ever made.
+        max_grad_norm: clip the norm of all gradients, after unscaling, to this, as
+            torch.nn.utils.clip_grad_norm_ does, without writing to them; `grad_norm` has it then.
         seed: of the stochastic rounding; the same on every replica.
         set_grad_none: deprecated; the default of zero_grad's set_to_none.
         foreach: accepted as None only; there is one implementation.
@@ -2030,6 +2203,7 @@ class FusedSGD(_FusedOptimizer):
         use_decoupled_grad: bool = False,
         stochastic_rounding: bool = False,
         materialize_master_grads: bool = True,
+        max_grad_norm: float | None = None,
         seed: int = 0,
         set_grad_none: bool | None = None,
         foreach: bool | None = None,
@@ -2057,7 +2231,7 @@ class FusedSGD(_FusedOptimizer):
             fused=fused,
             differentiable=differentiable,
         )
-        super().__init__(params, defaults, seed, set_grad_none)
+        super().__init__(params, defaults, seed, max_grad_norm, set_grad_none)
 
     def _validate(self, group: dict[str, Any]) -> None:
         if not 0 <= float(group["momentum"]) < math.inf:
@@ -2138,6 +2312,8 @@ class FusedLion(_FusedOptimizer):
             the torch.dtype; torch.uint8 means fp8. Tensors under 4096 elements keep fp32.
         use_decoupled_grad: read `p.decoupled_grad` instead of `p.grad`.
         stochastic_rounding: round bf16 parameters without a master stochastically.
+        max_grad_norm: clip the norm of all gradients, after unscaling, to this, as
+            torch.nn.utils.clip_grad_norm_ does, without writing to them; `grad_norm` has it then.
         seed: of the stochastic rounding; the same on every replica.
         set_grad_none: deprecated; the default of zero_grad's set_to_none.
 
@@ -2167,6 +2343,7 @@ class FusedLion(_FusedOptimizer):
         exp_avg_dtype: torch.dtype | str | None = None,
         use_decoupled_grad: bool = False,
         stochastic_rounding: bool = False,
+        max_grad_norm: float | None = None,
         seed: int = 0,
         set_grad_none: bool | None = None,
     ) -> None:
@@ -2184,7 +2361,7 @@ class FusedLion(_FusedOptimizer):
             use_decoupled_grad=use_decoupled_grad,
             stochastic_rounding=stochastic_rounding,
         )
-        super().__init__(params, defaults, seed, set_grad_none)
+        super().__init__(params, defaults, seed, max_grad_norm, set_grad_none)
 
     def _validate(self, group: dict[str, Any]) -> None:
         _validate_betas(group)

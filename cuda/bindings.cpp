@@ -224,46 +224,63 @@ class Plan {
   bool step(const py::list& groups, const OptionalTensor& grad_scale,
             const OptionalTensor& found_inf) {
     if (!fits(groups) || !gather(py::none())) return false;
-    launch(groups, grad_scale, found_inf);
+    launch(groups, grad_scale, found_inf, std::nullopt, 0, std::nullopt);
     return true;
   }
 
-  // One step of what was gathered.
-  void launch(const py::list& groups, const OptionalTensor& grad_scale,
-              const OptionalTensor& found_inf) {
-    if (gathered_ == 0) return;
-    read_groups(groups);
-#if defined(FUSEDOPT_CUDA)
-    const c10::cuda::CUDAGuard guard(device_);
-    const auto current = c10::cuda::getCurrentCUDAStream(device_.index());
-    void* stream = current.stream();
-    cudaStreamCaptureStatus status;
-    C10_CUDA_CHECK(cudaStreamIsCapturing(current.stream(), &status));
-    captured_now_ = status != cudaStreamCaptureStatusNone;
-    captured_ = captured_ || captured_now_;
-#else
-    void* stream = nullptr;
-#endif
+  // The sum of squares of what was gathered, one fp64 number on the device.
+  at::Tensor norm_sq(const py::list& groups) {
+    if (!norm_total_.defined()) make_norm_buffers();
+    if (gathered_ == 0) return norm_total_.zero_();
+    const Stream stream(*this);
     Advance args = {};
-    args.rows = static_cast<const TensorRow*>(rows_table_.data_ptr());
-    args.ready = ready_.data_ptr();
+    args.place_only = true;
+    advance(args, groups, stream.get());
+    bool add = false;
+    for (size_t i = 0; i < kernels_.size(); ++i) {
+      const auto num_tiles = static_cast<int64_t>(tiles_[i].size());
+      if (!signature_used_[i] || num_tiles == 0) continue;
+      const Norm norm = {args.rows,
+                         args.ready,
+                         static_cast<const int32_t*>(tile_tables_[i].data_ptr()),
+                         0,
+                         num_tiles,
+                         norm_partials_.data_ptr<double>(),
+                         static_cast<uint32_t*>(norm_arrived_.data_ptr()),
+                         norm_total_.data_ptr<double>(),
+                         add};
+      run(kernels_[i]->norm, norm, stream.get());
+#if !defined(FUSEDOPT_CUDA)
+      double sum = add ? *norm.total : 0;
+      for (int64_t tile = 0; tile < num_tiles; ++tile) sum += norm.partials[tile];
+      *norm.total = sum;
+#endif
+      add = true;
+    }
+    return norm_total_;
+  }
+
+  // One step of what was gathered. With norm_sq, of all gradients wherever they are, they are
+  // clipped to max_grad_norm and grad_norm gets their norm.
+  void launch(const py::list& groups, const OptionalTensor& grad_scale,
+              const OptionalTensor& found_inf, const OptionalTensor& norm_sq, double max_grad_norm,
+              const OptionalTensor& grad_norm) {
+    if (gathered_ == 0) return;
+    const Stream current(*this);
+    void* stream = current.get();
+    Advance args = {};
+    args.norm_sq = pointer_or_null<double>(norm_sq);
+    args.max_grad_norm = static_cast<float>(max_grad_norm);
+    args.grad_norm = pointer_or_null<float>(grad_norm);
     args.grad_scale = scalar_pointer(grad_scale, "grad_scale");
     args.found_inf = scalar_pointer(found_inf, "found_inf");
-    args.seed = seed_;
-    args.tensors = static_cast<int32_t>(entries_.size());
-    args.groups = static_cast<int32_t>(groups.size());
-    const auto* grads = reinterpret_cast<const uint64_t*>(grads_.data());
-    words_.insert(words_.end(), grads, grads + grads_.size());
-    const auto num_words = static_cast<int32_t>(words_.size());
-    const bool far = num_words > kernels_.front()->max_words;
-    const uint64_t* words = far ? words_on_device() : words_.data();
-    check(kernels_.front()->advance(args, words, num_words, stream));
+    advance(args, groups, stream);
     for (size_t i = 0; i < kernels_.size(); ++i) {
       const auto num_tiles = static_cast<int64_t>(tiles_[i].size());
       if (!signature_used_[i] || num_tiles == 0) continue;
       const Update update = {args.rows, args.ready,
                              static_cast<const int32_t*>(tile_tables_[i].data_ptr()), 0, num_tiles};
-      run(*kernels_[i], update, stream);
+      run(kernels_[i]->update, update, stream);
     }
     // Raw pointers do not tell autograd that a tensor changed. Locked additions wait for each
     // other's cache misses; the reads before them do not.
@@ -300,17 +317,67 @@ class Plan {
 #endif
   }
 
-  static void run(const Kernels& kernels, const Update& update, void* stream) {
+  template <class Args>
+  static void run(int (*kernel)(const Args&, void*), const Args& args, void* stream) {
 #if defined(FUSEDOPT_CUDA)
-    check(kernels.update(update, stream));
+    check(kernel(args, stream));
 #else
-    at::parallel_for(0, update.num_tiles, 4, [&](int64_t begin, int64_t end) {
-      Update part = update;
+    at::parallel_for(0, args.num_tiles, 4, [&](int64_t begin, int64_t end) {
+      Args part = args;
       part.first_tile = begin;
       part.num_tiles = end - begin;
-      check(kernels.update(part, stream));
+      check(kernel(part, stream));
     });
 #endif
+  }
+
+  // The current stream of the plan's device, made current for as long as this lives.
+  class Stream {
+   public:
+#if defined(FUSEDOPT_CUDA)
+    explicit Stream(Plan& plan)
+        : guard_(plan.device_), stream_(c10::cuda::getCurrentCUDAStream(plan.device_.index())) {
+      cudaStreamCaptureStatus status;
+      C10_CUDA_CHECK(cudaStreamIsCapturing(stream_.stream(), &status));
+      plan.captured_now_ = status != cudaStreamCaptureStatusNone;
+      plan.captured_ = plan.captured_ || plan.captured_now_;
+    }
+    void* get() const { return stream_.stream(); }
+
+   private:
+    c10::cuda::CUDAGuard guard_;
+    c10::cuda::CUDAStream stream_;
+#else
+    explicit Stream(Plan&) {}
+    void* get() const { return nullptr; }
+#endif
+  };
+
+  void advance(Advance& args, const py::list& groups, void* stream) {
+    read_groups(groups);
+    args.rows = static_cast<const TensorRow*>(rows_table_.data_ptr());
+    args.ready = ready_.data_ptr();
+    args.seed = seed_;
+    args.tensors = static_cast<int32_t>(entries_.size());
+    args.groups = static_cast<int32_t>(groups.size());
+    const auto* grads = reinterpret_cast<const uint64_t*>(grads_.data());
+    words_.insert(words_.end(), grads, grads + grads_.size());
+    const auto num_words = static_cast<int32_t>(words_.size());
+    const bool far = num_words > kernels_.front()->max_words;
+    const uint64_t* words = far ? words_on_device() : words_.data();
+    check(kernels_.front()->advance(args, words, num_words, stream));
+  }
+
+  void make_norm_buffers() {
+    size_t partials = kNormBlocks;
+    for (const auto& tiles : tiles_) partials = std::max(partials, tiles.size());
+#if defined(FUSEDOPT_CUDA)
+    partials = kNormBlocks;
+#endif
+    const auto numbers = at::TensorOptions(at::kDouble).device(device_);
+    norm_partials_ = at::empty({static_cast<int64_t>(partials)}, numbers);
+    norm_arrived_ = at::empty({1}, numbers.dtype(at::kInt)).zero_();
+    norm_total_ = at::empty({1}, numbers).zero_();
   }
 
   int64_t group_size() const { return 1 + kernels_.front()->hyperparameters; }
@@ -453,7 +520,7 @@ class Plan {
   std::vector<c10::TensorImpl*> grad_impls_;
   std::vector<TensorRow> rows_;
   std::vector<std::vector<int32_t>> tiles_;  // of each signature: tile -> tensor
-  at::Tensor rows_table_, ready_, words_table_;
+  at::Tensor rows_table_, ready_, words_table_, norm_partials_, norm_arrived_, norm_total_;
   std::vector<at::Tensor> tile_tables_;
   std::vector<const void*> grads_;
   std::vector<at::Tensor> copies_;  // gradients laid out unlike their parameter
@@ -482,6 +549,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("seal", &Plan::seal)
       .def("step", &Plan::step, py::arg("groups"), py::arg("grad_scale"), py::arg("found_inf"))
       .def("gather", &Plan::gather, py::arg("grads"))
-      .def("launch", &Plan::launch, py::arg("groups"), py::arg("grad_scale"), py::arg("found_inf"))
+      .def("norm_sq", &Plan::norm_sq, py::arg("groups"))
+      .def("launch", &Plan::launch, py::arg("groups"), py::arg("grad_scale"), py::arg("found_inf"),
+           py::arg("norm_sq"), py::arg("max_grad_norm"), py::arg("grad_norm"))
       .def_property_readonly("captured", &Plan::captured);
 }

@@ -49,10 +49,29 @@ struct Advance {
   void* ready;  // Ready<Rule>[tensors], written by advance, read by update
   const float* grad_scale;
   const float* found_inf;
+  const double* norm_sq;  // of the gradients as they are; null: they are not clipped
+  float* grad_norm;       // where their norm goes, unscaled
+  float max_grad_norm;
+  bool place_only;  // only note the gradients, for a norm kernel to read
   uint32_t seed;
   int32_t tensors;
   int32_t groups;
 };
+
+// The sum of squares of the gradients of one signature, added to *total or stored there.
+struct Norm {
+  const TensorRow* rows;
+  const void* ready;
+  const int32_t* tiles;
+  int64_t first_tile;  // as in Update
+  int64_t num_tiles;
+  double* partials;  // CUDA: kNormBlocks; CPU: one per tile of the signature
+  uint32_t* arrived;
+  double* total;
+  bool add;
+};
+
+constexpr int kNormBlocks = 2048;
 
 struct Update {
   const TensorRow* rows;
@@ -70,6 +89,7 @@ struct Kernels {
   int32_t max_words;  // that fit into a launch; more must lie on the device
   int (*advance)(const Advance&, const uint64_t* words, int32_t num_words, void* stream);
   int (*update)(const Update&, void* stream);
+  int (*norm)(const Norm&, void* stream);
 };
 
 }  // namespace fusedopt

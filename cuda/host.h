@@ -37,6 +37,23 @@ constexpr Kernels make_kernels() {
         }
         return 0;
       },
+      [](const Norm& args, void*) -> int {
+        constexpr int N = kHostSlice<S>;
+        for (int64_t i = args.first_tile; i < args.first_tile + args.num_tiles; ++i) {
+          const TensorRow& row = args.rows[args.tiles[i]];
+          const void* grad = static_cast<const Ready<Rule>*>(args.ready)[args.tiles[i]].grad;
+          double sum = 0;
+          const int64_t begin = (i - row.first_tile) * kHostTile;
+          const int64_t end = begin + kHostTile < row.numel ? begin + kHostTile : row.numel;
+          for (int64_t offset = begin; grad && offset < end; offset += N) {
+            const Span span = {offset, row.numel - 1};
+            sum += offset + N <= row.numel ? squares<typename S::Grad, N, true>(grad, span)
+                                           : squares<typename S::Grad, N, false>(grad, span);
+          }
+          args.partials[i] = sum;
+        }
+        return 0;
+      },
   };
 }
 

@@ -121,10 +121,9 @@ struct Random {
   }
 };
 
-// ---- codes: how one number is written
-// ------------------------------------------------------------ decode and encode work on N numbers,
-// because instructions that convert do so in pairs. A code gives both for one number; where the
-// hardware has an instruction, for a pair.
+// ---- codes: how one number is written ----------------------------------------------------------
+// decode and encode work on N numbers, because instructions that convert do so in pairs. A code
+// gives both for one number.
 
 struct F32 {
   using Storage = float;
