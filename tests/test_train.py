@@ -475,6 +475,9 @@ def test_cuda_graph_equals_eager(
 
 
 @pytest.mark.slow
-def test_the_default_run(launch: Any, tmp_path: Path) -> None:
-    assert launch("run", "device=cpu", small=[]) == 0
+def test_the_default_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        sys, "argv", ["train.py", f"hydra.run.dir={tmp_path / 'run'}", "device=cpu"]
+    )
+    assert exit_code() == 0
     assert checkpoint(tmp_path / "run")["rows"][-1]["validation_bits_per_byte"] <= 3.0
