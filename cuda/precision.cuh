@@ -40,6 +40,14 @@ FUSEDOPT_HD float fused_multiply_add(float a, float b, float c) {
 #endif
 }
 
+FUSEDOPT_HD float smaller(float a, float b) {  // a is not NaN; a NaN in b is passed over
+#ifdef __CUDA_ARCH__
+  return fminf(a, b);
+#else
+  return b < a ? b : a;
+#endif
+}
+
 FUSEDOPT_HD float larger_or_nan(float a, float b) { return b > a || b != b ? b : a; }
 
 // Math of a signature: IEEE where it is free; approximate (1 to 2 ulp) where block-scaled streams
@@ -348,7 +356,7 @@ struct Stream {
       FUSEDOPT_UNROLL
       for (int i = 0; i < N; ++i) {
         values[i] = (kRoot ? math[i].sqrt(values[i]) : values[i]) * inverse_scale;
-        smallest = values[i] < smallest ? values[i] : smallest;
+        smallest = smaller(smallest, values[i]);
       }
       if (kKeepsNonzero && smallest < kSmallest) {  // rare: 2^17 below the block's largest
         FUSEDOPT_UNROLL
