@@ -38,7 +38,7 @@ import tempfile
 import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from copy import deepcopy
@@ -53,6 +53,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import ParamsT
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
     "BuildError",
@@ -131,7 +132,7 @@ def _missing(backend: str) -> str:
         found.append("kernels are built on Linux only")
     if _source_dir() is None:
         found.append(f"no sources: copy fusedopt's folder cuda/ into {Path(__file__).parent}")
-    if shutil.which(compiler := os.environ.get("CXX", "c++")) is None:
+    if shutil.which(compiler := (shlex.split(os.environ.get("CXX", "")) or ["c++"])[0]) is None:
         found.append(f"no C++ compiler {compiler}: `apt install g++`, or set CXX")
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
         found.append("no Python.h: `apt install python3-dev`")
@@ -594,6 +595,7 @@ _DTYPE_NAMES: dict[Any, torch.dtype] = {
 }
 _PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SCALING = ("fp8_scale", "fp8_amax", "fp8_scale_inv")
+_FP32_LARGEST = torch.finfo(torch.float32).max
 _FP8_LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 _REMAINDERS = {torch.int16: "Remainder16", torch.int8: "Remainder8"}
 _BLOCK = 256  # elements that share one scale, kScaleBlock in C++
@@ -773,6 +775,53 @@ def _unpack(value: Any) -> Any:
     return value.data.view(value.dtype) if isinstance(value, _Packed) else value
 
 
+# ---- State that knows when somebody puts another tensor into it --------------------------------
+
+
+class _ParamState(dict[str, Any]):
+    """The state of one parameter. A change of what it holds is counted in `changes[0]`."""
+
+    def __init__(self, changes: list[int], *args: Any) -> None:
+        self.changes = changes
+        super().__init__(*args)
+
+
+class _State(defaultdict[Any, Any]):
+    """The states of all parameters, each a _ParamState."""
+
+    def __init__(self, states: Mapping[Any, Any] | None = None) -> None:
+        self.changes = [0]
+        super().__init__()
+        for key, value in (states or {}).items():
+            self[key] = value
+
+    def __missing__(self, key: Any) -> _ParamState:
+        self[key] = {}
+        made: _ParamState = self[key]
+        return made
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.changes[0] += 1
+        super().__setitem__(key, _ParamState(self.changes, value) if type(value) is dict else value)
+
+
+def _counted(name: str, of: type) -> Callable[..., Any]:
+    method = getattr(of, name)
+
+    @functools.wraps(method)
+    def change(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.changes[0] += 1
+        return method(self, *args, **kwargs)
+
+    return change
+
+
+for _name in ("__delitem__", "__ior__", "pop", "popitem", "clear", "update", "setdefault"):
+    setattr(_ParamState, _name, _counted(_name, dict))
+    setattr(_State, _name, _counted(_name, dict))
+_ParamState.__setitem__ = _counted("__setitem__", dict)  # type: ignore[method-assign]
+
+
 # ---- FP8 parameters ------------------------------------------------------------------------------
 
 
@@ -795,6 +844,22 @@ def _weight_of(param: Tensor) -> _Weight:
         scaling = (param.fp8_scale, param.fp8_amax, param.fp8_scale_inv)  # type: ignore[attr-defined]
         return _Weight(param, scaling, _FP8_LARGEST[param.dtype])
     return _Weight(param)
+
+
+def _parts(param: Tensor) -> tuple[Any, ...]:
+    """The tensors that make up an fp8 parameter."""
+    return (getattr(param, "_data", None), *(_weight_of(param).scaling or ()))
+
+
+class _Fp8Parameter(torch.nn.Parameter):
+    """A parameter whose copies keep its scaling."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            memo[id(self)] = copied = _Fp8Parameter(self.detach().clone(), self.requires_grad)
+            for name in _SCALING:
+                setattr(copied, name, deepcopy(getattr(self, name), memo))
+        return memo[id(self)]
 
 
 @torch.no_grad()
@@ -820,8 +885,8 @@ def fp8_parameter(tensor: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> t
         raise ValueError(f"dtype must be one of {allowed}, got {dtype}")
     values = tensor.detach().float()
     amax = values.abs().amax() if values.numel() else values.new_zeros(())
-    scale = torch.where(amax > 0, _FP8_LARGEST[dtype] / amax, 1.0)
-    param = torch.nn.Parameter((values * scale).to(dtype))
+    scale = torch.where(amax > 0, _FP8_LARGEST[dtype] / amax, 1.0).clamp(max=_FP32_LARGEST)
+    param = _Fp8Parameter((values * scale).to(dtype))
     param.fp8_scale, param.fp8_amax, param.fp8_scale_inv = scale, amax, 1 / scale  # type: ignore[attr-defined]
     return param
 
@@ -920,15 +985,23 @@ class _TorchPlan:
         self.rows = rows
         self.forms = forms
         self.structure = self._read_structure(optimizer.param_groups)
+        self.layouts = self._read_layouts()
         self.grads: list[Tensor | None] = []
 
     def _read_structure(self, groups: list[dict[str, Any]]) -> list[Any]:
         values = [group[key] for group in groups for key in self.optimizer._structure]
-        return [bool(value) if isinstance(value, int | float) else value for value in values]
+        who = [(id(group), id(group["params"]), len(group["params"])) for group in groups]
+        return [bool(v) if isinstance(v, int | float) else v for v in values] + who
+
+    def _read_layouts(self) -> list[tuple[Any, ...]]:
+        planned = [_weight_of(row.param).data for row in self.rows if row.grad_dtype is not None]
+        return [(data.dtype, data.shape, data.stride()) for data in planned]
 
     def fits(self, groups: list[dict[str, Any]]) -> bool:
-        """Whether groups still ask for the states that the plan was made for."""
-        return self._read_structure(groups) == self.structure
+        """Whether groups and parameters still are what the plan was made for."""
+        return (
+            self._read_structure(groups) == self.structure and self._read_layouts() == self.layouts
+        )
 
     def gather(self, grads: list[Tensor | None] | None) -> bool:
         """Read the gradients; False if the plan no longer fits."""
@@ -1043,13 +1116,17 @@ def _read_weight(place: _Weight, form: _Form, state: dict[str, Tensor]) -> Tenso
     return _decode(form.master, _Role.MOMENT, master, state.get("master_param_scale"))
 
 
-def _old_master(place: _Weight, master: Tensor, state: dict[str, Tensor]) -> Tensor:
+def _old_master(place: _Weight, master: Tensor, state: Mapping[str, Any]) -> Tensor:
     """The flat fp32 weight, in the parameter's memory order, of a master in any form."""
-    if master.dtype in _REMAINDERS:
-        master = torch.empty_like(place.data, dtype=master.dtype).copy_(master)
-        return _join(_flat(place.data.to(torch.bfloat16)), _flat(master))
-    values = _unscaled(master, state.get("master_param_scale"), _Role.MOMENT)
-    return _flat(torch.empty_like(place.data, dtype=torch.float32).copy_(values))
+    data = place.data
+    if master.dtype not in _REMAINDERS:
+        values = _unscaled(master, state.get("master_param_scale"), _Role.MOMENT)
+    elif data.dtype is torch.bfloat16:
+        remainder = torch.empty_like(data, dtype=master.dtype).copy_(master)
+        return _join(_flat(data), _flat(remainder))
+    else:  # the bf16 half is gone: what the parameter is now is all there is
+        values = data
+    return _flat(torch.empty_like(data, dtype=torch.float32).copy_(values))
 
 
 def _write_weight(
@@ -1076,6 +1153,7 @@ def _write_weight(
     fp8_scale, known = old_scale, torch.zeros_like(old_amax)
     if place.largest:
         fp8_scale = torch.where(old_amax > 0, place.largest / old_amax, old_scale)
+        fp8_scale = fp8_scale.clamp(max=_FP32_LARGEST)
         writes.append((old_scale, fp8_scale))
     else:
         known = old_amax
@@ -1086,14 +1164,21 @@ def _write_weight(
     return writes
 
 
+def _as_number(value: Any, name: str) -> float:
+    if isinstance(value, str | None) or (isinstance(value, Tensor) and value.numel() != 1):
+        raise ValueError(f"{name} must be one number, got {value!r}")
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must be one number, got {value!r}") from None
+
+
 def _validate_betas(group: dict[str, Any]) -> None:
     try:
         group["betas"] = beta1, beta2 = tuple(group["betas"])
     except (TypeError, ValueError):
         raise ValueError(f"betas must be two numbers, got {group['betas']!r}") from None
-    if any(isinstance(beta, Tensor) and beta.numel() != 1 for beta in (beta1, beta2)):
-        raise ValueError(f"betas must be two numbers, got {group['betas']}")
-    if not (0 <= float(beta1) < 1 and 0 <= float(beta2) < 1):
+    if not (0 <= _as_number(beta1, "betas[0]") < 1 and 0 <= _as_number(beta2, "betas[1]") < 1):
         raise ValueError(f"betas must lie in [0, 1), got {group['betas']}")
 
 
@@ -1157,6 +1242,7 @@ class _FusedOptimizer(torch.optim.Optimizer):
         self._grad_dtypes: dict[Tensor, torch.dtype] = {}
         self._forget_plans()
         super().__init__(params, defaults)
+        self.state = _State(self.state)
 
     def _states(self, group: dict[str, Any]) -> tuple[tuple[str, torch.dtype, _Role], ...]:
         """Name, dtype and role of each state, in the order of the rule's roles."""
@@ -1209,10 +1295,8 @@ class _FusedOptimizer(torch.optim.Optimizer):
         self._forget_plans()
 
     def _validate_shared(self, group: dict[str, Any]) -> None:
-        if isinstance(group["lr"], Tensor) and group["lr"].numel() != 1:
-            raise ValueError(f"lr must be one number, got a tensor of shape {group['lr'].shape}")
         for name in ("lr", "weight_decay"):
-            if not 0 <= float(group[name]) < math.inf:
+            if not 0 <= _as_number(group[name], name) < math.inf:
                 raise ValueError(f"{name} must be finite and at least 0, got {group[name]}")
         for name, default in (("foreach", None), ("fused", None), ("differentiable", False)):
             if group.get(name) not in (None, default, True if name == "fused" else default):
@@ -1247,7 +1331,11 @@ class _FusedOptimizer(torch.optim.Optimizer):
 
     @staticmethod
     def _check_param(param: Tensor, name: str, group: dict[str, Any]) -> None:
+        if torch.nn.parameter.is_lazy(param):
+            return  # looked at once it has a gradient
         place = _weight_of(param)
+        if is_traceable_wrapper_subclass(place.data):
+            raise TypeError(f"{name} is a {type(param).__name__}, expected a plain tensor")
         if place.scaling is not None and not group["master_weights"]:
             raise ValueError(
                 f"{name} is fp8 and needs master_weights=True: an update is smaller than what fp8 "
@@ -1266,8 +1354,20 @@ class _FusedOptimizer(torch.optim.Optimizer):
                 f"{param.stride() if param.layout is torch.strided else None}"
             )
 
+    def _check_shapes(self, param: Tensor, name: str) -> None:
+        """A state of another shape: only the user knows what to do with it."""
+        for key, value in self.state.get(param, {}).items():
+            counted = key == "step" or key in _SCALING or key.endswith("_scale")
+            if not counted and isinstance(value, Tensor) and value.shape != param.shape:
+                raise RuntimeError(
+                    f"{name} has shape {tuple(param.shape)}, its {key} {tuple(value.shape)}: "
+                    "delete optimizer.state[parameter] to begin anew"
+                )
+
     @staticmethod
     def _check_grad(param: Tensor, grad: Tensor, name: str) -> None:
+        if is_traceable_wrapper_subclass(grad):
+            raise TypeError(f"{name} has a gradient of type {type(grad).__name__}, not Tensor")
         if grad.layout is not torch.strided:
             raise RuntimeError(
                 f"{name} has a gradient of layout {grad.layout}, expected a dense one"
@@ -1301,26 +1401,84 @@ class _FusedOptimizer(torch.optim.Optimizer):
         return _Form(states, master, stochastic and dtype is torch.bfloat16)
 
     @torch.no_grad()
-    def _init_state(self, param: Tensor, form: _Form) -> None:
-        """Make whatever state of one parameter is missing."""
+    def _init_state(
+        self, param: Tensor, form: _Form, source: Mapping[str, Any] | None = None
+    ) -> None:
+        """Make the state of one parameter as its form says.
+
+        Args:
+            param: the parameter.
+            form: how its state is to be kept.
+            source: the state to make it from, kept in any form; None: what there is already. What
+                fits is taken bit for bit, what does not is converted.
+        """
         state, place = self.state[param], _weight_of(param)
-        if "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+        copy = source is not None
+        source = dict(state) if source is None else source
+        step = torch.as_tensor(source.get("step", 0.0), dtype=torch.float32)
+        state["step"] = step.to(param.device, copy=copy)
         for stream, (name, code, role) in enumerate(form.states):
-            old = state.get(name)
-            if old is None or old.dtype != code.dtype:
-                scale = state.pop(f"{name}_scale", None)
-                state[name] = torch.zeros_like(place.data, dtype=code.dtype, requires_grad=False)
-                if code.top is not None:
-                    state[f"{name}_scale"] = self._new_scales(param)
-                if old is not None:  # the group's dtype was changed
-                    self._set_state(param, form, stream, _flat(_unscaled(old, scale, role)))
-        if form.master is not None and "master_param" not in state:
-            self._set_master(param, form, _read_weight(place, form, state))
+            old, scale = source.get(name), source.get(f"{name}_scale")
+            if self._take(param, name, code, source, copy):
+                continue
+            state[name] = torch.zeros_like(place.data, dtype=code.dtype, requires_grad=False)
+            state.pop(f"{name}_scale", None)
+            if code.top is not None:
+                state[f"{name}_scale"] = self._new_scales(param)
+            if old is None:
+                self._state_is_new(param)
+            else:
+                values = self._in_order(param, _unscaled(old, scale, role))
+                self._set_state(param, form, stream, values)
+        old = source.get("master_param")
+        if form.master is None:
+            state.pop("master_param", None)
+            state.pop("master_param_scale", None)
+        elif not self._take(param, "master_param", form.master, source, copy):
+            state.pop("master_param", None)
+            state.pop("master_param_scale", None)
+            if old is None:
+                weight = _read_weight(place, form, state)
+            else:
+                weight = _old_master(place, old, source)
+            self._set_master(param, form, weight)
+        if place.largest and place.scaling is not None:  # with the checkpoint too
+            for mine, name in zip(place.scaling, _SCALING, strict=True):
+                if copy and name in source:
+                    mine.copy_(source[name])
+                if state.get(name) is not mine:
+                    state[name] = mine
+
+    def _take(
+        self,
+        param: Tensor,
+        name: str,
+        kept: _Code | torch.dtype,
+        source: Mapping[str, Any],
+        copy: bool,
+    ) -> bool:
+        """Take one tensor of a state as it is, if it is kept in the wanted form."""
+        state, data = self.state[param], _weight_of(param).data
+        old, scale = source.get(name), source.get(f"{name}_scale")
+        dtype = kept.dtype if isinstance(kept, _Code) else kept
+        scaled = isinstance(kept, _Code) and kept.top is not None
         if (
-            place.largest and place.scaling is not None
-        ):  # with the checkpoint, not only the parameter
-            state.update(zip(_SCALING, place.scaling, strict=True))
+            old is None
+            or old.dtype != dtype
+            or _layout(old) != _layout(data)
+            or (dtype in _REMAINDERS and data.dtype is not torch.bfloat16)
+            or (scaled and scale is None)
+            or (not copy and old.device != data.device)
+        ):
+            return False
+        if copy:
+            state[name] = torch.empty_like(data, dtype=dtype, requires_grad=False).copy_(old)
+        if scale is not None and scaled and (copy or scale.device != data.device):
+            state[f"{name}_scale"] = scale.to(data.device, torch.float32, copy=True)
+        return True
+
+    def _state_is_new(self, param: Tensor) -> None:
+        """Called when a parameter gets a state that it did not have."""
 
     @staticmethod
     def _new_scales(param: Tensor) -> Tensor:
@@ -1390,6 +1548,8 @@ class _FusedOptimizer(torch.optim.Optimizer):
             )
         rows: dict[torch.device, list[_Row]] = {}
         for index, group in enumerate(self.param_groups):
+            self._validate(group)
+            self._validate_shared(group)
             for i, param in enumerate(group["params"]):
                 name = f"parameter {i} of group {index}"
                 rows.setdefault(param.device, []).append(self._row(param, index, name, every))
@@ -1400,7 +1560,13 @@ class _FusedOptimizer(torch.optim.Optimizer):
         ]
         self._forget_plans()
         self._plans = [finish() for finish in finishers]
-        self._planned_state = (id(self.state), len(self.state))
+        self._planned_state = self._version_of_state()
+        self._fp8_parts = {
+            param: _parts(param)
+            for group in self.param_groups
+            for param in group["params"]
+            if not torch.nn.parameter.is_lazy(param) and _weight_of(param).scaling is not None
+        }
 
     def _row(self, param: Tensor, index: int, name: str, every: bool) -> _Row:
         """One parameter of a plan, checked."""
@@ -1409,9 +1575,10 @@ class _FusedOptimizer(torch.optim.Optimizer):
         if grad is not None:
             self._check_param(param, name, group)
             self._check_grad(param, grad, name)
+            self._check_shapes(param, name)
             self._grad_dtypes[param] = grad.dtype
         used = grad is not None or param in self.state or (every and param.requires_grad)
-        kept = _weight_of(param).data.dtype
+        kept = torch.float32 if not used else _weight_of(param).data.dtype
         likely = kept if kept in _PARAM_DTYPES else torch.bfloat16
         return _Row(param, index, self._grad_dtypes.get(param, likely) if used else None)
 
@@ -1522,6 +1689,7 @@ class _FusedOptimizer(torch.optim.Optimizer):
 
     step.hooked = True  # type: ignore[attr-defined]
 
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def _step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         loss = None
         if closure is not None:
@@ -1530,8 +1698,8 @@ class _FusedOptimizer(torch.optim.Optimizer):
         if self._in_backward is not None:
             return self._in_backward.end_of_iteration(loss, self._scaling(**options))
         grad_scale, found_inf = self._scaling(**options)
-        if self._plans and (id(self.state), len(self.state)) != self._planned_state:
-            self._forget_plans()  # the user dropped or replaced all state
+        if self._plans and (self._version_of_state() != self._planned_state or self._fp8_moved()):
+            self._forget_plans()  # somebody put another tensor into a state
         if (
             self.max_grad_norm is None
             and len(self._plans) == 1
@@ -1554,6 +1722,18 @@ class _FusedOptimizer(torch.optim.Optimizer):
                 grad_norm=self.grad_norm if i == 0 else None,
             )
         return loss
+
+    def _fp8_moved(self) -> bool:
+        """Whether somebody gave an fp8 parameter other storage or scales."""
+        return any(
+            any(a is not b for a, b in zip(_parts(param), parts, strict=True))
+            for param, parts in self._fp8_parts.items()
+        )
+
+    def _version_of_state(self) -> tuple[int, int]:
+        if type(self.state) is not _State:  # the user set another dict
+            self.state = _State(self.state)
+        return id(self.state), self.state.changes[0]
 
     def _norm_sq(self) -> Tensor | None:
         """The sum of squares of all gradients, on the first plan's device."""
@@ -1590,7 +1770,9 @@ class _FusedOptimizer(torch.optim.Optimizer):
         else:
             grad_scale = self.__dict__.get("grad_scale")  # GradScaler.step sets both for a while
             found_inf = self.__dict__.get("found_inf")
-        return grad_scale, found_inf if isinstance(found_inf, Tensor) else None
+        if isinstance(found_inf, Tensor):
+            return grad_scale, found_inf.reshape(())
+        return grad_scale, None
 
     def _scaling_of(self, grad_scaler: Any) -> tuple[Tensor | None, Any]:
         """What GradScaler.step would have set, for a scaler that was handed to step()."""
@@ -1677,7 +1859,12 @@ class _FusedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim.Optimizer.state_dict: loads with torch.load(weights_only=True)."""
-        return super().state_dict()
+        state_dict = super().state_dict()
+        state_dict["state"] = {
+            key: dict(value) if isinstance(value, _ParamState) else value
+            for key, value in state_dict["state"].items()
+        }
+        return state_dict
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -1705,7 +1892,7 @@ class _FusedOptimizer(torch.optim.Optimizer):
         ]
 
         old_state, old_groups = self.state, self.param_groups
-        self.state, self.param_groups = defaultdict(dict), groups
+        self.state, self.param_groups = _State(), groups
         try:
             for group in groups:
                 self._validate(group)
@@ -1713,8 +1900,8 @@ class _FusedOptimizer(torch.optim.Optimizer):
             for group, saved_group in zip(groups, saved_groups, strict=True):
                 for param, key in zip(group["params"], saved_group["params"], strict=True):
                     if key in state_dict["state"]:
-                        saved = state_dict["state"][key]
-                        self._load_param(param, self._form(param, group), saved, group)
+                        saved = self._saved_state(state_dict["state"][key])
+                        self._init_state(param, self._form(param, group), saved)
             for key, value in state_dict["state"].items():
                 if key not in params:
                     self.state[key] = deepcopy(value)
@@ -1746,9 +1933,20 @@ class _FusedOptimizer(torch.optim.Optimizer):
             params.update(zip(saved["params"], group["params"], strict=True))
         for key, param in params.items():
             for name, value in saved_state.get(key, {}).items():
-                if name == "step" or name in _SCALING or name.endswith("_scale"):
+                if name == "step" or name in _SCALING or value is None:
                     continue
-                if isinstance(value, Tensor) and value.shape != param.shape:
+                if not isinstance(value, Tensor):
+                    raise ValueError(
+                        f"{name} of parameter {key} is of type {type(value).__name__} in the "
+                        "checkpoint, expected a tensor"
+                    )
+                blocks = -(-param.numel() // _BLOCK)
+                if name.endswith("_scale") and value.shape != (blocks,):
+                    raise ValueError(
+                        f"{name} of parameter {key} has shape {tuple(value.shape)} in the "
+                        f"checkpoint, expected {(blocks,)}"
+                    )
+                if not name.endswith("_scale") and value.shape != param.shape:
                     raise ValueError(
                         f"{name} of parameter {key} has shape {tuple(value.shape)} in the "
                         f"checkpoint, the parameter {tuple(param.shape)}"
@@ -1757,7 +1955,7 @@ class _FusedOptimizer(torch.optim.Optimizer):
 
     def _loaded_group(self, group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
         """A group with the hyperparameters of the file and the modes of this optimizer."""
-        loaded = {**self.defaults, **deepcopy({k: v for k, v in saved.items() if k != "params"})}
+        loaded = {**group, **deepcopy({k: v for k, v in saved.items() if k != "params"})}
         for key in (*self._modes, "capturable", "foreach", "fused", "differentiable"):
             if key in group:
                 loaded[key] = group[key]
@@ -1766,46 +1964,9 @@ class _FusedOptimizer(torch.optim.Optimizer):
             loaded.setdefault("param_names", group["param_names"])
         return loaded
 
-    def _load_param(
-        self, param: Tensor, form: _Form, saved: dict[str, Any], group: dict[str, Any]
-    ) -> None:
-        """Make the state of one parameter from a saved one."""
-        state, place = self.state[param], _weight_of(param)
-        step = self._saved_step(saved, group)
-        state["step"] = torch.as_tensor(step, dtype=torch.float32).to(param.device, copy=True)
-        if place.scaling is not None and place.largest:
-            for mine, name in zip(place.scaling, _SCALING, strict=True):
-                if name in saved:
-                    mine.copy_(saved[name])
-        kept = {name: code.dtype for name, code, _ in form.states}
-        if isinstance(form.master, torch.dtype):
-            kept["master_param"] = form.master
-        elif form.master is not None:
-            kept["master_param"] = form.master.dtype
-        same = [
-            name
-            for name, dtype in kept.items()
-            if name in saved
-            and saved[name].dtype == dtype
-            and _layout(saved[name]) == _layout(place.data)
-        ]
-        for name in same:  # bit for bit
-            state[name] = torch.empty_like(place.data, dtype=kept[name], requires_grad=False).copy_(
-                saved[name]
-            )
-            if f"{name}_scale" in saved:
-                state[f"{name}_scale"] = saved[f"{name}_scale"].to(param.device, copy=True)
-        self._init_state(param, form)
-        for stream, (name, _, role) in enumerate(form.states):
-            if name in saved and name not in same:
-                scale = saved.get(f"{name}_scale")
-                values = _unscaled(saved[name], None if scale is None else scale, role)
-                self._set_state(param, form, stream, self._in_order(param, values))
-        if form.master is not None and "master_param" in saved and "master_param" not in same:
-            self._set_master(param, form, _old_master(place, saved["master_param"], saved))
-
-    def _saved_step(self, saved: dict[str, Any], group: dict[str, Any]) -> Any:
-        return saved.get("step", 0.0)
+    def _saved_state(self, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+        """One parameter's state in a file, as this class would have saved it."""
+        return {name: value for name, value in saved.items() if value is not None}
 
     def to_torch_state_dict(self) -> dict[str, Any]:
         """A checkpoint that the torch.optim twin of this optimizer loads: states in fp32.
@@ -1818,7 +1979,10 @@ class _FusedOptimizer(torch.optim.Optimizer):
         state_dict["param_groups"] = []
         for group, packed in zip(self.param_groups, packed_groups, strict=True):
             state_dict["param_groups"].append(
-                {"params": packed["params"], **self._torch_group(group)}
+                {
+                    **{k: v for k, v in packed.items() if k not in self.defaults},
+                    **self._torch_group(group),
+                }
             )
             for param, key in zip(group["params"], packed["params"], strict=True):
                 if param in self.state:
@@ -1855,7 +2019,7 @@ class _FusedOptimizer(torch.optim.Optimizer):
             key: {name: _unpack(value) for name, value in values.items()}
             for key, values in state["state"].items()
         }
-        super().__setstate__({**state, "state": defaultdict(dict, unpacked)})
+        super().__setstate__({**state, "state": _State(unpacked)})
         self.__dict__.setdefault("_in_backward", None)
         self._grad_dtypes = {}
         self._forget_plans()
@@ -2078,7 +2242,7 @@ class FusedAdam(_FusedOptimizer):
 
     def _validate(self, group: dict[str, Any]) -> None:
         _validate_betas(group)
-        if not 0 <= float(group["eps"]) < math.inf:
+        if not 0 <= _as_number(group["eps"], "eps") < math.inf:
             raise ValueError(f"eps must be finite and at least 0, got {group['eps']}")
         for option in ("exp_avg_dtype", "exp_avg_sq_dtype"):
             group[option] = _as_code(group[option], option)
@@ -2234,9 +2398,9 @@ class FusedSGD(_FusedOptimizer):
         super().__init__(params, defaults, seed, max_grad_norm, set_grad_none)
 
     def _validate(self, group: dict[str, Any]) -> None:
-        if not 0 <= float(group["momentum"]) < math.inf:
+        if not 0 <= _as_number(group["momentum"], "momentum") < math.inf:
             raise ValueError(f"momentum must be finite and at least 0, got {group['momentum']}")
-        if not math.isfinite(float(group["dampening"])):
+        if not math.isfinite(_as_number(group["dampening"], "dampening")):
             raise ValueError(f"dampening must be finite, got {group['dampening']}")
         if group["nesterov"] and (group["momentum"] == 0 or group["dampening"] != 0):
             raise ValueError(
@@ -2269,15 +2433,18 @@ class FusedSGD(_FusedOptimizer):
             grad = grad + weight * decay
         return weight - grad * group["lr"], states
 
-    def _init_state(self, param: Tensor, form: _Form) -> None:
-        state = self.state[param]
-        if form.states and "momentum_buffer" not in state and "step" in state:
-            state["step"].zero_()  # the buffer is new: its first use is yet to come
-        super()._init_state(param, form)
+    def _state_is_new(self, param: Tensor) -> None:
+        self.state[param]["step"].zero_()  # the first use of the buffer is yet to come
 
-    def _saved_step(self, saved: dict[str, Any], group: dict[str, Any]) -> Any:
-        # torch.optim.SGD counts no steps: a buffer in the file has been used already.
-        return saved.get("step", 0.0 if saved.get("momentum_buffer") is None else 1.0)
+    def set_scaled_state(self, param: Tensor, state_name: str, unscaled_state: Tensor) -> None:
+        super().set_scaled_state(param, state_name, unscaled_state)
+        if state_name == "momentum_buffer":
+            self.state[param]["step"].clamp_(min=1)  # a buffer that has been used
+
+    def _saved_state(self, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+        # torch.optim.SGD counts no steps: a buffer in its file has been used already.
+        saved = {name: value for name, value in saved.items() if value is not None}
+        return {"step": float("momentum_buffer" in saved), **saved}
 
     def _torch_group(self, group: dict[str, Any]) -> dict[str, Any]:
         if group["wd_after_momentum"]:
@@ -2287,8 +2454,8 @@ class FusedSGD(_FusedOptimizer):
 
     def _torch_state(self, param: Tensor, form: _Form) -> dict[str, Any]:
         state = super()._torch_state(param, form)
-        del state["step"]
-        return state or {"momentum_buffer": None}
+        used = state.pop("step") > 0
+        return state if state and used else {"momentum_buffer": None}
 
 
 class FusedLion(_FusedOptimizer):

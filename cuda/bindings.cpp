@@ -36,6 +36,14 @@ T* pointer_or_null(const OptionalTensor& tensor) {
 }
 
 // Elements lie in memory in the same order; the strides of dimensions of size 1 mean nothing.
+// One number for dtype, sizes and strides. A parameter whose `data` was replaced has another.
+uint64_t layout_key(const c10::TensorImpl& tensor) {
+  uint64_t key = static_cast<uint64_t>(tensor.dtype().toScalarType());
+  for (const int64_t size : tensor.sizes()) key = key * 0x9e3779b97f4a7c15u + size;
+  for (const int64_t stride : tensor.strides()) key = key * 0x9e3779b97f4a7c15u + stride;
+  return key;
+}
+
 bool same_layout(const c10::TensorImpl& a, const c10::TensorImpl& b) {
   const auto sizes = a.sizes();
   if (sizes != b.sizes()) return false;
@@ -52,6 +60,7 @@ struct Entry {
   c10::TensorImpl* param;  // has the gradient and the version
   c10::TensorImpl* data;   // whose memory is updated
   const void* address;     // of data when the plan was made
+  uint64_t layout;         // likewise
   const void* hints[2];    // what reading param and data will touch, for prefetching only
   caffe2::TypeMeta grad_dtype;
   int32_t signature;  // -1: watched
@@ -78,7 +87,7 @@ class Plan {
   }
 
   void watch(const at::Tensor& param) {
-    add_entry(param, param, {}, {nullptr, nullptr, nullptr, {}, param.dtype(), -1});
+    add_entry(param, param, {}, {nullptr, nullptr, nullptr, 0, {}, param.dtype(), -1});
   }
 
   // data holds the parameter's numbers, mostly it is param. scales[i] is null unless states[i] is
@@ -139,6 +148,7 @@ class Plan {
               {nullptr,
                nullptr,
                data.data_ptr(),
+               layout_key(*data.unsafeGetTensorImpl()),
                {},
                c10::scalarTypeToTypeMeta(grad_dtype),
                static_cast<int32_t>(signature)});
@@ -183,11 +193,11 @@ class Plan {
         prefetch(grad_impls_[i]);
       }
     } else {
-      const auto list = py::cast<std::vector<OptionalTensor>>(grads);
-      TORCH_CHECK(list.size() == entries_.size(), "got ", list.size(), " gradients for ",
+      given_ = py::cast<std::vector<OptionalTensor>>(grads);
+      TORCH_CHECK(given_.size() == entries_.size(), "got ", given_.size(), " gradients for ",
                   entries_.size(), " parameters");
       for (size_t i = 0; i < entries_.size(); ++i) {
-        grad_impls_[i] = list[i] ? list[i]->unsafeGetTensorImpl() : nullptr;
+        grad_impls_[i] = given_[i] ? given_[i]->unsafeGetTensorImpl() : nullptr;
       }
     }
     for (size_t i = 0; i < entries_.size(); ++i) {
@@ -206,7 +216,9 @@ class Plan {
       c10::TensorImpl* grad = grad_impls_[i];
       if (grad == nullptr) continue;
       const Entry& entry = entries_[i];
-      if (entry.data->mutable_data() != entry.address) return false;
+      if (entry.data->mutable_data() != entry.address || layout_key(*entry.data) != entry.layout) {
+        return false;
+      }
       ++gathered_;
       signature_used_[entry.signature] = true;
       grads_[i] = gradient_pointer(grad, entry.data);
@@ -216,8 +228,10 @@ class Plan {
 
   // Whether groups still ask for the states and signatures that the plan was made for.
   bool fits(const py::list& groups) const {
-    const auto current = read_structure(groups);
-    return std::equal(current.begin(), current.end(), structure_.begin(), structure_.end(),
+    const Structure current = read_structure(groups);
+    return current.numbers == structure_.numbers &&
+           std::equal(current.objects.begin(), current.objects.end(), structure_.objects.begin(),
+                      structure_.objects.end(),
                       [](const py::object& a, const py::object& b) { return a.is(b); });
   }
 
@@ -294,6 +308,7 @@ class Plan {
       if (grads_[i] && !entries_[i].param->is_inference()) entries_[i].param->bump_version();
     }
     copies_.clear();
+    given_.clear();
   }
 
   bool captured() const { return captured_; }
@@ -431,7 +446,9 @@ class Plan {
   const void* gradient_pointer(c10::TensorImpl* grad, c10::TensorImpl* data) {
     if (data->numel() == 0)
       return this;  // anything but null: there is a gradient, nothing reads it
-    if (grad->strides() == data->strides() || same_layout(*grad, *data)) {
+    const bool is_lazy = grad->key_set().has_any(
+        c10::DispatchKeySet({c10::DispatchKey::Negative, c10::DispatchKey::Conjugate}));
+    if (!is_lazy && (grad->strides() == data->strides() || same_layout(*grad, *data))) {
       return grad->mutable_data();
     }
     const c10::AutoGradMode no_grad(false);
@@ -450,19 +467,35 @@ class Plan {
     return tensor->data_ptr<float>();
   }
 
-  // Numbers count as zero or not (a schedule may move momentum), all else as the object it is.
-  std::vector<py::object> read_structure(const py::list& groups) const {
-    std::vector<py::object> values;
+  // What of the groups decides on states and signatures. Numbers count as zero or not (a schedule
+  // may move momentum), all else as the object it is.
+  struct Structure {
+    std::vector<py::object> objects;
+    std::vector<int64_t> numbers;
+  };
+
+  Structure read_structure(const py::list& groups) const {
+    Structure found;
+    const auto keep = [&](PyObject* object) {
+      found.objects.push_back(py::reinterpret_borrow<py::object>(object));
+    };
     for (const py::handle& group : groups) {
+      PyObject* params = PyDict_GetItemString(group.ptr(), "params");
+      TORCH_CHECK_VALUE(params != nullptr && PyList_Check(params), "a group has no list of params");
+      keep(group.ptr());
+      keep(params);
+      found.numbers.push_back(PyList_GET_SIZE(params));
       for (const py::handle& key : structure_keys_) {
         PyObject* value = PyDict_GetItemWithError(group.ptr(), key.ptr());
         TORCH_CHECK_VALUE(value != nullptr, "a parameter group has no ", py::str(key));
-        const bool number = PyFloat_Check(value) || PyLong_Check(value);
-        values.push_back(number ? py::bool_(PyObject_IsTrue(value) != 0)
-                                : py::reinterpret_borrow<py::object>(value));
+        if (PyFloat_Check(value) || PyLong_Check(value)) {
+          found.numbers.push_back(PyObject_IsTrue(value));
+        } else {
+          keep(value);
+        }
       }
     }
-    return values;
+    return found;
   }
 
   // group dicts -> words: a tensor on this device is passed on as a pointer.
@@ -474,9 +507,9 @@ class Plan {
       for (const py::handle& key : keys_) {
         PyObject* value = PyDict_GetItemWithError(group.ptr(), key.ptr());
         TORCH_CHECK_VALUE(value != nullptr, "a parameter group has no ", py::str(key));
-        if (PyTuple_Check(value)) {
-          for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(value); ++i) {
-            push_value(PyTuple_GET_ITEM(value, i), header, key);
+        if (PyTuple_Check(value) || PyList_Check(value)) {
+          for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(value); ++i) {
+            push_value(PySequence_Fast_GET_ITEM(value, i), header, key);
           }
         } else {
           push_value(value, header, key);
@@ -493,6 +526,8 @@ class Plan {
     if (!PyFloat_Check(value) && !PyLong_Check(value) && caster.load(value, false)) {
       const at::Tensor& tensor = caster;
       const bool is_double = tensor.scalar_type() == at::kDouble;
+      TORCH_CHECK_VALUE(tensor.numel() == 1, py::str(key), " must be one number, got a tensor of ",
+                        tensor.sizes());
       if (tensor.device() == device_ && (is_double || tensor.scalar_type() == at::kFloat)) {
         const size_t i = words_.size() - header - 1;
         words_[header] |= (uint64_t{1} << i) | (uint64_t{is_double} << (32 + i));
@@ -512,7 +547,7 @@ class Plan {
 
   at::Device device_;
   py::tuple keys_, structure_keys_;
-  std::vector<py::object> structure_;
+  Structure structure_;
   uint32_t seed_;
   std::vector<const Kernels*> kernels_;
   std::vector<Entry> entries_;
@@ -523,7 +558,8 @@ class Plan {
   at::Tensor rows_table_, ready_, words_table_, norm_partials_, norm_arrived_, norm_total_;
   std::vector<at::Tensor> tile_tables_;
   std::vector<const void*> grads_;
-  std::vector<at::Tensor> copies_;  // gradients laid out unlike their parameter
+  std::vector<OptionalTensor> given_;  // gradients that Python handed over, until they are used
+  std::vector<at::Tensor> copies_;     // gradients laid out unlike their parameter
   std::vector<bool> signature_used_;
   std::vector<uint64_t> words_, sent_words_;
   int64_t gathered_ = 0;

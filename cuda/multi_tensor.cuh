@@ -89,7 +89,8 @@ FUSEDOPT_HD void advance_tensor(const Advance& args, const uint64_t* words, int 
     ready.rule.begin_step(group, static_cast<double>(step));
     if (row.fp8_scale) {  // delayed scaling: this step's scale comes from the last step's amax
       if (row.fp8_largest > 0 && *row.fp8_amax > 0) {
-        *row.fp8_scale = row.fp8_largest / *row.fp8_amax;
+        const float scale = row.fp8_largest / *row.fp8_amax;
+        *row.fp8_scale = scale < 3.402823466e+38f ? scale : 3.402823466e+38f;
         *row.fp8_amax = 0;
       }
       *row.fp8_scale_inv = 1 / *row.fp8_scale;
