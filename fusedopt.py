@@ -394,13 +394,13 @@ class _Binary(NamedTuple):
     def flags(self) -> list[str]:
         if self.by_nvcc:
             flags = ["-O3", "-lineinfo", "-std=c++17", "-fmad=false"]
-            flags += ["-Xcompiler=-fvisibility=hidden,-ffp-contract=off"]
+            flags += ["-Xcompiler=-fvisibility=hidden"]
         elif self.python_module:
             flags = ["-O2", "-fvisibility=hidden"]
             # -fopenmp is for at::parallel_for; libgomp is the one that torch itself has loaded.
             flags += ["-DFUSEDOPT_CUDA=1"] if self.backend == "cuda" else ["-fopenmp"]
         else:
-            flags = ["-O3", "-march=native", "-ffp-contract=off"]
+            flags = ["-O3", "-march=native", "-ffp-contract=fast"]
             flags += ["-fno-math-errno", "-fno-trapping-math"]
             flags += ["-fvisibility=hidden"]
         return flags + [shlex.quote(f"-D{define}") for define in self.defines]
