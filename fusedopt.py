@@ -1535,6 +1535,7 @@ class _FusedOptimizer(torch.optim.Optimizer):
             return getattr(param, "decoupled_grad", None)
         return param.grad
 
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def _make_plans(self, every: bool = False) -> None:
         """Check every gradient, build kernels, make states, and plan one step per device.
 
@@ -1689,7 +1690,6 @@ class _FusedOptimizer(torch.optim.Optimizer):
 
     step.hooked = True  # type: ignore[attr-defined]
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
     def _step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         loss = None
         if closure is not None:

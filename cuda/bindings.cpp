@@ -36,11 +36,20 @@ T* pointer_or_null(const OptionalTensor& tensor) {
 }
 
 // Elements lie in memory in the same order; the strides of dimensions of size 1 mean nothing.
-// One number for dtype, sizes and strides. A parameter whose `data` was replaced has another.
+// As TensorImpl::data(), without its checks: what gather reads has been looked at before.
+const void* address_of(const c10::TensorImpl& tensor) {
+  const auto* start =
+      static_cast<const char*>(tensor.unsafe_storage().unsafeGetStorageImpl()->data());
+  return start + tensor.storage_offset() * static_cast<int64_t>(tensor.dtype().itemsize());
+}
+
+// One number for sizes and strides: two tensors with the same are laid out alike.
 uint64_t layout_key(const c10::TensorImpl& tensor) {
-  uint64_t key = static_cast<uint64_t>(tensor.dtype().toScalarType());
-  for (const int64_t size : tensor.sizes()) key = key * 0x9e3779b97f4a7c15u + size;
-  for (const int64_t stride : tensor.strides()) key = key * 0x9e3779b97f4a7c15u + stride;
+  const auto sizes = tensor.sizes(), strides = tensor.strides();
+  uint64_t key = sizes.size();
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    key = (key * 0x9e3779b97f4a7c15u + sizes[i]) * 0xd6e8feb86659fd93u + strides[i];
+  }
   return key;
 }
 
@@ -62,7 +71,7 @@ struct Entry {
   const void* address;     // of data when the plan was made
   uint64_t layout;         // likewise
   const void* hints[2];    // what reading param and data will touch, for prefetching only
-  caffe2::TypeMeta grad_dtype;
+  caffe2::TypeMeta data_dtype, grad_dtype;
   int32_t signature;  // -1: watched
 };
 
@@ -86,9 +95,7 @@ class Plan {
     }
   }
 
-  void watch(const at::Tensor& param) {
-    add_entry(param, param, {}, {nullptr, nullptr, nullptr, 0, {}, param.dtype(), -1});
-  }
+  void watch(const at::Tensor& param) { add_entry(param, param, {}, param.scalar_type(), -1); }
 
   // data holds the parameter's numbers, mostly it is param. scales[i] is null unless states[i] is
   // block-scaled; scaling is (scale, amax, scale_inv) of an fp8 parameter and fp8_largest the
@@ -144,17 +151,10 @@ class Plan {
     }
     row.aligned = aligned;
     row.group = static_cast<int32_t>(group);
-    add_entry(param, data, row,
-              {nullptr,
-               nullptr,
-               data.data_ptr(),
-               layout_key(*data.unsafeGetTensorImpl()),
-               {},
-               c10::scalarTypeToTypeMeta(grad_dtype),
-               static_cast<int32_t>(signature)});
+    add_entry(param, data, row, grad_dtype, signature);
   }
 
-  // Lays out tiles and chunks and puts the table on the device.
+  // Lays out tiles and puts the table on the device.
   void seal() {
     TORCH_CHECK(entries_.size() < std::numeric_limits<int32_t>::max(), "too many tensors");
     if (kernels_.empty()) return;
@@ -206,22 +206,22 @@ class Plan {
       if (grad == nullptr) continue;
       if (entry.signature < 0 || grad->layout() != at::kStrided ||
           grad->dtype() != entry.grad_dtype || grad->device() != device_ ||
-          grad->sizes() != entry.data->sizes()) {
+          entry.data->dtype() != entry.data_dtype || layout_key(*entry.data) != entry.layout) {
         return false;
       }
-      prefetch(grad->unsafe_storage().unsafeGetStorageImpl());
+      __builtin_prefetch(grad->unsafe_storage().unsafeGetStorageImpl());
     }
     for (size_t i = 0; i < entries_.size(); ++i) {
       grads_[i] = nullptr;
       c10::TensorImpl* grad = grad_impls_[i];
       if (grad == nullptr) continue;
       const Entry& entry = entries_[i];
-      if (entry.data->mutable_data() != entry.address || layout_key(*entry.data) != entry.layout) {
-        return false;
-      }
+      if (address_of(*entry.data) != entry.address) return false;
+      const bool same = layout_key(*grad) == entry.layout;
+      if (!same && grad->sizes() != entry.data->sizes()) return false;
       ++gathered_;
       signature_used_[entry.signature] = true;
-      grads_[i] = gradient_pointer(grad, entry.data);
+      grads_[i] = gradient_pointer(grad, entry.data, same);
     }
     return true;
   }
@@ -398,15 +398,21 @@ class Plan {
   int64_t group_size() const { return 1 + kernels_.front()->hyperparameters; }
 
   void add_entry(const at::Tensor& param, const at::Tensor& data, const TensorRow& row,
-                 Entry entry) {
+                 at::ScalarType grad_dtype, int64_t signature) {
     TORCH_CHECK(data.device() == device_, "a parameter lies on ", data.device(), ", expected ",
                 device_);
     kept_.push_back(param);
     kept_.push_back(data);
+    Entry entry;
     entry.param = param.unsafeGetTensorImpl();
     entry.data = data.unsafeGetTensorImpl();
+    entry.address = address_of(*entry.data);
+    entry.layout = layout_key(*entry.data);
     entry.hints[0] = entry.param->autograd_meta();
     entry.hints[1] = entry.data->unsafe_storage().unsafeGetStorageImpl();
+    entry.data_dtype = data.dtype();
+    entry.grad_dtype = c10::scalarTypeToTypeMeta(grad_dtype);
+    entry.signature = static_cast<int32_t>(signature);
     entries_.push_back(entry);
     rows_.push_back(row);
     grads_.push_back(nullptr);
@@ -443,13 +449,13 @@ class Plan {
     return reinterpret_cast<const uint64_t*>(words_table_.data_ptr());
   }
 
-  const void* gradient_pointer(c10::TensorImpl* grad, c10::TensorImpl* data) {
+  const void* gradient_pointer(c10::TensorImpl* grad, c10::TensorImpl* data, bool same) {
     if (data->numel() == 0)
       return this;  // anything but null: there is a gradient, nothing reads it
     const bool is_lazy = grad->key_set().has_any(
         c10::DispatchKeySet({c10::DispatchKey::Negative, c10::DispatchKey::Conjugate}));
-    if (!is_lazy && (grad->strides() == data->strides() || same_layout(*grad, *data))) {
-      return grad->mutable_data();
+    if (!is_lazy && (same || same_layout(*grad, *data))) {
+      return address_of(*grad);
     }
     const c10::AutoGradMode no_grad(false);
     const auto original = at::Tensor(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(grad));
@@ -560,7 +566,7 @@ class Plan {
   std::vector<const void*> grads_;
   std::vector<OptionalTensor> given_;  // gradients that Python handed over, until they are used
   std::vector<at::Tensor> copies_;     // gradients laid out unlike their parameter
-  std::vector<bool> signature_used_;
+  std::vector<char> signature_used_;
   std::vector<uint64_t> words_, sent_words_;
   int64_t gathered_ = 0;
   bool captured_ = false, captured_now_ = false;
