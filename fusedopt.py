@@ -1221,22 +1221,22 @@ class _FusedOptimizer(torch.optim.Optimizer):
     max_grad_norm: float | None
     grad_norm: Tensor | None  # of the last step, unscaled and before clipping; 0-dim fp32
 
-    def __init__(
-        self,
-        params: ParamsT,
-        defaults: dict[str, Any],
-        seed: int,
-        max_grad_norm: float | None,
-        set_grad_none: bool | None,
-    ) -> None:
-        if max_grad_norm is not None and not 0 < max_grad_norm < math.inf:
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        """`arguments` is locals() of a subclass's constructor; most of it is for groups."""
+        defaults = {k: v for k, v in arguments.items() if k not in ("self", "__class__")}
+        params, seed = defaults.pop("params"), defaults.pop("seed")
+        set_grad_none, max_grad_norm = defaults.pop("set_grad_none"), defaults.pop("max_grad_norm")
+        if (
+            max_grad_norm is not None
+            and not 0 < _as_number(max_grad_norm, "max_grad_norm") < math.inf
+        ):
             raise ValueError(
                 f"max_grad_norm must be None, or finite and above 0, got {max_grad_norm}"
             )
-        self.max_grad_norm, self.grad_norm = max_grad_norm, None
-        self._in_backward: _StepInBackward | None = None
         if not isinstance(seed, int) or not 0 <= seed <= _MASK:
             raise ValueError(f"seed must be an integer in [0, 2**32), got {seed!r}")
+        self.max_grad_norm, self.grad_norm = max_grad_norm, None
+        self._in_backward: _StepInBackward | None = None
         self._seed = seed
         self._grad_none = True if set_grad_none is None else set_grad_none
         self._grad_dtypes: dict[Tensor, torch.dtype] = {}
@@ -2216,29 +2216,7 @@ class FusedAdam(_FusedOptimizer):
         fused: bool | None = None,
         differentiable: bool = False,
     ) -> None:
-        defaults = dict(
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            amsgrad=amsgrad,
-            bias_correction=bias_correction,
-            adam_w_mode=adam_w_mode,
-            maximize=maximize,
-            capturable=capturable,
-            master_weights=master_weights,
-            master_weight_dtype=master_weight_dtype,
-            master_weight_bits=master_weight_bits,
-            store_param_remainders=store_param_remainders,
-            exp_avg_dtype=exp_avg_dtype,
-            exp_avg_sq_dtype=exp_avg_sq_dtype,
-            use_decoupled_grad=use_decoupled_grad,
-            stochastic_rounding=stochastic_rounding,
-            foreach=foreach,
-            fused=fused,
-            differentiable=differentiable,
-        )
-        super().__init__(params, defaults, seed, max_grad_norm, set_grad_none)
+        super().__init__(locals())
 
     def _validate(self, group: dict[str, Any]) -> None:
         _validate_betas(group)
@@ -2374,28 +2352,7 @@ class FusedSGD(_FusedOptimizer):
         fused: bool | None = None,
         differentiable: bool = False,
     ) -> None:
-        defaults = dict(
-            lr=lr,
-            momentum=momentum,
-            dampening=dampening,
-            weight_decay=weight_decay,
-            nesterov=nesterov,
-            wd_after_momentum=wd_after_momentum,
-            maximize=maximize,
-            capturable=capturable,
-            master_weights=master_weights,
-            master_weight_dtype=master_weight_dtype,
-            master_weight_bits=master_weight_bits,
-            store_param_remainders=store_param_remainders,
-            momentum_dtype=momentum_dtype,
-            use_decoupled_grad=use_decoupled_grad,
-            stochastic_rounding=stochastic_rounding,
-            materialize_master_grads=materialize_master_grads,
-            foreach=foreach,
-            fused=fused,
-            differentiable=differentiable,
-        )
-        super().__init__(params, defaults, seed, max_grad_norm, set_grad_none)
+        super().__init__(locals())
 
     def _validate(self, group: dict[str, Any]) -> None:
         if not 0 <= _as_number(group["momentum"], "momentum") < math.inf:
@@ -2514,21 +2471,7 @@ class FusedLion(_FusedOptimizer):
         seed: int = 0,
         set_grad_none: bool | None = None,
     ) -> None:
-        defaults = dict(
-            lr=lr,
-            betas=betas,
-            weight_decay=weight_decay,
-            maximize=maximize,
-            capturable=capturable,
-            master_weights=master_weights,
-            master_weight_dtype=master_weight_dtype,
-            master_weight_bits=master_weight_bits,
-            store_param_remainders=store_param_remainders,
-            exp_avg_dtype=exp_avg_dtype,
-            use_decoupled_grad=use_decoupled_grad,
-            stochastic_rounding=stochastic_rounding,
-        )
-        super().__init__(params, defaults, seed, max_grad_norm, set_grad_none)
+        super().__init__(locals())
 
     def _validate(self, group: dict[str, Any]) -> None:
         _validate_betas(group)
