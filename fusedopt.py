@@ -1236,6 +1236,7 @@ class _FusedOptimizer(torch.optim.Optimizer):
         if not isinstance(seed, int) or not 0 <= seed <= _MASK:
             raise ValueError(f"seed must be an integer in [0, 2**32), got {seed!r}")
         self.max_grad_norm, self.grad_norm = max_grad_norm, None
+        self._skipped: Tensor | None = None
         self._in_backward: _StepInBackward | None = None
         self._seed = seed
         self._grad_none = True if set_grad_none is None else set_grad_none
@@ -1267,6 +1268,19 @@ class _FusedOptimizer(torch.optim.Optimizer):
     def backend(self) -> str:
         """The path of the last step: "cuda", "cpu", "torch", or several joined by "+"."""
         return "+".join(sorted({made.backend for made in self._plans}))
+
+    @property
+    def last_step_skipped(self) -> Tensor:
+        """Whether a GradScaler skipped the last step that it took part in; 0-dim bool.
+
+        It stays on the device, and is the same tensor from step to step, so a captured graph or a
+        schedule can follow it without waiting for it.
+        """
+        if self._skipped is None:
+            params = (param for group in self.param_groups for param in group["params"])
+            device = next((param.device for param in params), None)
+            self._skipped = torch.zeros((), dtype=torch.bool, device=device)
+        return self._skipped
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its parameters start at step 1 while the others go on.
@@ -1562,6 +1576,7 @@ class _FusedOptimizer(torch.optim.Optimizer):
         self._forget_plans()
         self._plans = [finish() for finish in finishers]
         self._planned_state = self._version_of_state()
+        _ = self.last_step_skipped  # made now: a step allocates nothing
         self._fp8_parts = {
             param: _parts(param)
             for group in self.param_groups
@@ -1698,6 +1713,10 @@ class _FusedOptimizer(torch.optim.Optimizer):
         if self._in_backward is not None:
             return self._in_backward.end_of_iteration(loss, self._scaling(**options))
         grad_scale, found_inf = self._scaling(**options)
+        if found_inf is not None:
+            if self._skipped is None or self._skipped.device != found_inf.device:
+                self._skipped = torch.zeros((), dtype=torch.bool, device=found_inf.device)
+            torch.ne(found_inf, 0, out=self._skipped)
         if self._plans and (self._version_of_state() != self._planned_state or self._fp8_moved()):
             self._forget_plans()  # somebody put another tensor into a state
         if (
@@ -2020,7 +2039,8 @@ class _FusedOptimizer(torch.optim.Optimizer):
             for key, values in state["state"].items()
         }
         super().__setstate__({**state, "state": _State(unpacked)})
-        self.__dict__.setdefault("_in_backward", None)
+        for name in ("_in_backward", "_skipped"):
+            self.__dict__.setdefault(name, None)
         self._grad_dtypes = {}
         self._forget_plans()
 

@@ -92,6 +92,21 @@ def test_the_norm_is_of_unscaled_gradients(device: torch.device, backend: str) -
     assert all(torch.equal(a, b) for a, b in zip(params, copies, strict=True))
 
 
+def test_a_skipped_step_can_be_told(device: torch.device, backend: str) -> None:
+    params = new_params(device, torch.float32)
+    optimizer = fusedopt.FusedAdam(params)
+    told = optimizer.last_step_skipped
+    assert not told
+    scaler = torch.amp.GradScaler(device.type, init_scale=4.0)
+    scaler.scale(torch.ones((), device=device))
+    for value in (1.0, float("nan"), 1.0):
+        set_grads(params, value)
+        scaler.step(optimizer)
+        scaler.update()
+        assert optimizer.last_step_skipped is told
+        assert bool(told) == (value != value)
+
+
 def test_what_is_not_finite_spreads_as_in_torch(device: torch.device, backend: str) -> None:
     params = new_params(device, torch.float32)
     optimizer = fusedopt.FusedSGD(params, lr=0.01, max_grad_norm=1.0)
