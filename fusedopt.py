@@ -427,7 +427,10 @@ class _Binary(NamedTuple):
     def find(self) -> Path | None:
         """Return the finished file if there is one, built for at least our architectures."""
         stem, archs = self.stem(), set(self.archs())
-        for place in (self.folder / "prebuilt", _cache_dir(), _fallback_dir()):
+        places = [self.folder / "prebuilt", _cache_dir()]
+        if not os.access(_cache_dir(), os.W_OK):  # then this is where it was built
+            places.append(_fallback_dir())
+        for place in places:
             for path in sorted(place.glob(f"{stem}*.so")) if _is_trusted(place) else ():
                 if archs <= set(path.name.split(".")[1:-1]) and _is_whole(path):
                     return path
@@ -1267,7 +1270,8 @@ class _FusedOptimizer(torch.optim.Optimizer):
     @property
     def backend(self) -> str:
         """The path of the last step: "cuda", "cpu", "torch", or several joined by "+"."""
-        return "+".join(sorted({made.backend for made in self._plans}))
+        plans = self._plans if self._in_backward is None else self._in_backward.plans.values()
+        return "+".join(sorted({made.backend for made in plans}))
 
     @property
     def last_step_skipped(self) -> Tensor:
@@ -2158,8 +2162,9 @@ class FusedAdam(_FusedOptimizer):
     """Adam and AdamW (Kingma & Ba, 2015; Loshchilov & Hutter, 2019), one kernel launch per step.
 
     A drop-in for torch.optim.AdamW and TransformerEngine's FusedAdam. Differences from torch:
-    `adam_w_mode=True` by default, parameters of float64 or complex dtypes are a TypeError, and
-    the weight decay of decoupled mode is applied as `p - lr * weight_decay * p` with one rounding.
+    `weight_decay` is 0 by default, as in TransformerEngine (AdamW: 0.01); parameters of float64 or
+    complex dtypes are a TypeError; the weight decay of decoupled mode is applied as
+    `p - lr * weight_decay * p` with one rounding.
 
     Args:
         params: parameters (fp32, bf16 or fp16, in any mix) or groups of them.
@@ -2172,7 +2177,8 @@ class FusedAdam(_FusedOptimizer):
         adam_w_mode: decoupled weight decay.
         maximize: ascend instead of descend.
         capturable: keep lr on the device, so that a captured CUDA graph follows its changes.
-        master_weights: keep an fp32 copy of parameters narrower than fp32, in `state`.
+        master_weights: keep an fp32 copy of parameters narrower than fp32, in `state`; fp32
+            parameters need none and get none, here and in the next three.
         master_weight_dtype: of that copy: torch.float32 or torch.float16 (block-scaled).
         master_weight_bits: 24 keeps 8 more bits beside a bf16 parameter instead of a copy.
         store_param_remainders: keep 16 more bits beside a bf16 parameter: the exact fp32 master.
@@ -2309,7 +2315,8 @@ class FusedSGD(_FusedOptimizer):
         wd_after_momentum: add weight_decay * p after the momentum instead of before.
         maximize: ascend instead of descend.
         capturable: keep lr on the device, so that a captured CUDA graph follows its changes.
-        master_weights: keep an fp32 copy of parameters narrower than fp32, in `state`.
+        master_weights: keep an fp32 copy of parameters narrower than fp32, in `state`; fp32
+            parameters need none and get none, here and in the next three.
         master_weight_dtype: of that copy: torch.float32 or torch.float16 (block-scaled).
         master_weight_bits: 24 keeps 8 more bits beside a bf16 parameter instead of a copy.
         store_param_remainders: keep 16 more bits beside a bf16 parameter: the exact fp32 master.
@@ -2448,7 +2455,8 @@ class FusedLion(_FusedOptimizer):
         weight_decay: decoupled.
         maximize: ascend instead of descend.
         capturable: keep lr on the device, so that a captured CUDA graph follows its changes.
-        master_weights: keep an fp32 copy of parameters narrower than fp32, in `state`.
+        master_weights: keep an fp32 copy of parameters narrower than fp32, in `state`; fp32
+            parameters need none and get none, here and in the next three.
         master_weight_dtype: of that copy: torch.float32 or torch.float16 (block-scaled).
         master_weight_bits: 24 keeps 8 more bits beside a bf16 parameter instead of a copy.
         store_param_remainders: keep 16 more bits beside a bf16 parameter: the exact fp32 master.

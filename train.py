@@ -201,6 +201,8 @@ class Run:
         self.device = pick_device(config.device)
         check_combination(config, trainer)
         self.autocast = DTYPES.get(config.precision.autocast)
+        if not isinstance(config.seed, int) or config.seed < 0:
+            raise ConfigError(f"seed must be an integer >= 0, got {config.seed!r}")
         torch.manual_seed(config.seed)
         self.sampler = torch.Generator().manual_seed(config.seed)
         self.train_bytes, self.validation_bytes = (
