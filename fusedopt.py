@@ -2159,7 +2159,7 @@ def step_in_backward(model: torch.nn.Module, optimizer: _FusedOptimizer) -> _Ste
 
 
 class FusedAdam(_FusedOptimizer):
-    """Adam and AdamW (Kingma & Ba, 2015; Loshchilov & Hutter, 2019), one kernel launch per step.
+    """Adam and AdamW (Kingma & Ba, 2015; Loshchilov & Hutter, 2019), fused: all tensors at once.
 
     A drop-in for torch.optim.AdamW and TransformerEngine's FusedAdam. Differences from torch:
     `weight_decay` is 0 by default, as in TransformerEngine (AdamW: 0.01); parameters of float64 or
@@ -2300,7 +2300,7 @@ class FusedAdam(_FusedOptimizer):
 
 
 class FusedSGD(_FusedOptimizer):
-    """SGD with momentum (Sutskever et al., 2013), one kernel launch per step.
+    """SGD with momentum (Sutskever et al., 2013), fused: all tensors at once.
 
     A drop-in for torch.optim.SGD and TransformerEngine's FusedSGD. Differences from torch:
     parameters of float64 or complex dtypes are a TypeError, and `state` also counts steps.
