@@ -35,7 +35,7 @@ struct Signature {
 template <class Rule>
 struct Ready {
   const void* grad;
-  float grad_factor;  // unscales and negates
+  float grad_factor;  // unscales, clips and negates
   uint32_t key;       // of this step's random bits
   Rule rule;
 };
