@@ -38,7 +38,7 @@ import tempfile
 import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from copy import deepcopy
@@ -576,13 +576,12 @@ class _Code(NamedTuple):
 
 
 _F32 = _Code("F32", torch.float32)
-_F16 = _Code("F16", torch.float16, 10, 15, 14)
 _CODES = {
     code.dtype: code
     for code in (
         _F32,
         _Code("BF16", torch.bfloat16, 7),
-        _F16,
+        _Code("F16", torch.float16, 10, 15, 14),
         _Code("E4M3", torch.float8_e4m3fn, 3, 7, 8),
         _Code("E5M2", torch.float8_e5m2, 2, 15, 14),
     )
@@ -738,6 +737,19 @@ def _layout(tensor: Tensor) -> list[int]:
     return [s for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1]
 
 
+def _blocks(param: Tensor) -> int:
+    return -(-param.numel() // _BLOCK)
+
+
+def _has_shape_of_param(name: str) -> bool:
+    """Whether what a state keeps under this name has one element per element of its parameter."""
+    return name != "step" and name not in _SCALING and not name.endswith("_scale")
+
+
+def _listed(dtypes: Iterable[torch.dtype]) -> str:
+    return ", ".join(str(dtype) for dtype in dtypes)
+
+
 def _as_code(dtype: Any, option: str) -> torch.dtype:
     if isinstance(dtype, torch.dtype) and dtype in _CODES:
         return dtype
@@ -884,8 +896,7 @@ def fp8_parameter(tensor: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> t
         ValueError: another dtype.
     """
     if dtype not in _FP8_LARGEST:
-        allowed = ", ".join(str(allowed) for allowed in _FP8_LARGEST)
-        raise ValueError(f"dtype must be one of {allowed}, got {dtype}")
+        raise ValueError(f"dtype must be one of {_listed(_FP8_LARGEST)}, got {dtype}")
     values = tensor.detach().float()
     amax = values.abs().amax() if values.numel() else values.new_zeros(())
     scale = torch.where(amax > 0, _FP8_LARGEST[dtype] / amax, 1.0).clamp(max=_FP32_LARGEST)
@@ -1084,7 +1095,7 @@ class _TorchPlan:
             for name, code, role in form.states
         ]
         weight, values = self.optimizer._update(
-            _read_weight(place, form, state), flat_grad, values, group, step.double()
+            _read_weight(place, state), flat_grad, values, group, step.double()
         )
         for stream, ((name, code, role), value) in enumerate(zip(form.states, values, strict=True)):
             raw, scale = _encode(code, role, value, partial(_random, seed, step, stream))
@@ -1108,28 +1119,26 @@ def _as_scalar(value: Any) -> Any:
     return value.reshape(()) if isinstance(value, Tensor) else value
 
 
-def _read_weight(place: _Weight, form: _Form, state: dict[str, Tensor]) -> Tensor:
-    """The fp32 weight that the update starts from, flat."""
-    if form.master is None or "master_param" not in state:
-        flat = _flat(place.data).float()
-        return flat if place.scaling is None else flat * place.scaling[2]
-    master = _flat(state["master_param"])
-    if isinstance(form.master, torch.dtype):
-        return _join(_flat(place.data), master)
-    return _decode(form.master, _Role.MOMENT, master, state.get("master_param_scale"))
-
-
-def _old_master(place: _Weight, master: Tensor, state: Mapping[str, Any]) -> Tensor:
-    """The flat fp32 weight, in the parameter's memory order, of a master in any form."""
-    data = place.data
-    if master.dtype not in _REMAINDERS:
-        values = _unscaled(master, state.get("master_param_scale"), _Role.MOMENT)
-    elif data.dtype is torch.bfloat16:
-        remainder = torch.empty_like(data, dtype=master.dtype).copy_(master)
-        return _join(_flat(data), _flat(remainder))
-    else:  # the bf16 half is gone: what the parameter is now is all there is
-        values = data
+def _in_order(data: Tensor, values: Tensor) -> Tensor:
+    """Flat fp32 values in the memory order, and on the device, of a tensor."""
+    if values.dtype is torch.float32 and _is_dense(values) and _layout(values) == _layout(data):
+        return _flat(values).to(data.device)
     return _flat(torch.empty_like(data, dtype=torch.float32).copy_(values))
+
+
+def _read_weight(place: _Weight, state: Mapping[str, Any]) -> Tensor:
+    """The flat fp32 weight: of the master in whatever form there is one, else of the parameter."""
+    data, master = place.data, state.get("master_param")
+    if master is not None and master.dtype not in _REMAINDERS:
+        scale = state.get("master_param_scale")
+        return _in_order(data, _unscaled(master, scale, _Role.MOMENT))
+    if master is not None and data.dtype is torch.bfloat16:
+        if _layout(master) != _layout(data) or master.device != data.device:
+            master = torch.empty_like(data, dtype=master.dtype).copy_(master)
+        return _join(_flat(data), _flat(master))
+    # No master, or a remainder whose bf16 half is gone: what the parameter is now is all there is.
+    flat = _flat(data).float()
+    return flat if place.scaling is None else flat * place.scaling[2]
 
 
 def _write_weight(
@@ -1203,8 +1212,8 @@ class _FusedOptimizer(torch.optim.Optimizer):
     """Groups, states, plans and checkpoints; a subclass says what its rule and its states are.
 
     A subclass gives `_rule`, the name of its struct in update_rules.cuh; `_hyperparameters`, the
-    keys of a group in the order of that struct; `_states(group)`; `_validate(group)`; and
-    `_update`, the rule in PyTorch.
+    keys of a group in the order of that struct; `_states(group)`; what `_validate(group)` has to
+    check of its own; and `_update`, the rule in PyTorch.
     """
 
     _rule: str
@@ -1252,10 +1261,6 @@ class _FusedOptimizer(torch.optim.Optimizer):
         """Name, dtype and role of each state, in the order of the rule's roles."""
         raise NotImplementedError
 
-    def _validate(self, group: dict[str, Any]) -> None:
-        """Raise ValueError unless the rule can honour the group; normalise its values in place."""
-        raise NotImplementedError
-
     def _update(
         self,
         weight: Tensor,
@@ -1301,7 +1306,6 @@ class _FusedOptimizer(torch.optim.Optimizer):
         group = self.param_groups[-1]
         try:
             self._validate(group)
-            self._validate_shared(group)
             for i, param in enumerate(group["params"]):
                 self._check_param(
                     param, f"parameter {i} of group {len(self.param_groups) - 1}", group
@@ -1312,7 +1316,8 @@ class _FusedOptimizer(torch.optim.Optimizer):
         self._own_lr(group)
         self._forget_plans()
 
-    def _validate_shared(self, group: dict[str, Any]) -> None:
+    def _validate(self, group: dict[str, Any]) -> None:
+        """Raise ValueError unless the group can be honoured; normalise its values in place."""
         for name in ("lr", "weight_decay"):
             if not 0 <= _as_number(group[name], name) < math.inf:
                 raise ValueError(f"{name} must be finite and at least 0, got {group[name]}")
@@ -1360,10 +1365,9 @@ class _FusedOptimizer(torch.optim.Optimizer):
                 "can resolve"
             )
         if place.scaling is None and place.data.dtype not in _PARAM_DTYPES:
-            allowed = ", ".join(str(dtype) for dtype in _PARAM_DTYPES)
             raise TypeError(
-                f"{name} has dtype {param.dtype}, expected one of {allowed}, or fp8 as made by "
-                "fp8_parameter()"
+                f"{name} has dtype {param.dtype}, expected one of {_listed(_PARAM_DTYPES)}, "
+                "or fp8 as made by fp8_parameter()"
             )
         if param.layout is not torch.strided or not _is_dense(place.data):
             raise TypeError(
@@ -1375,8 +1379,11 @@ class _FusedOptimizer(torch.optim.Optimizer):
     def _check_shapes(self, param: Tensor, name: str) -> None:
         """A state of another shape: only the user knows what to do with it."""
         for key, value in self.state.get(param, {}).items():
-            counted = key == "step" or key in _SCALING or key.endswith("_scale")
-            if not counted and isinstance(value, Tensor) and value.shape != param.shape:
+            if (
+                _has_shape_of_param(key)
+                and isinstance(value, Tensor)
+                and value.shape != param.shape
+            ):
                 raise RuntimeError(
                     f"{name} has shape {tuple(param.shape)}, its {key} {tuple(value.shape)}: "
                     "delete optimizer.state[parameter] to begin anew"
@@ -1391,8 +1398,9 @@ class _FusedOptimizer(torch.optim.Optimizer):
                 f"{name} has a gradient of layout {grad.layout}, expected a dense one"
             )
         if grad.dtype not in _PARAM_DTYPES:
-            allowed = ", ".join(str(dtype) for dtype in _PARAM_DTYPES)
-            raise TypeError(f"{name} has a gradient of {grad.dtype}, expected one of {allowed}")
+            raise TypeError(
+                f"{name} has a gradient of {grad.dtype}, expected one of {_listed(_PARAM_DTYPES)}"
+            )
         if grad.device != param.device or grad.shape != param.shape:
             raise RuntimeError(
                 f"{name} is of shape {tuple(param.shape)} on {param.device}, its gradient of "
@@ -1415,7 +1423,7 @@ class _FusedOptimizer(torch.optim.Optimizer):
             master = torch.int16 if group["store_param_remainders"] else torch.int8
         elif dtype is not torch.float32 and (group["master_weights"] or remainder):
             master = _F32 if small else _CODES[group["master_weight_dtype"]]
-        stochastic = bool(group.get("stochastic_rounding")) and master is None
+        stochastic = bool(group["stochastic_rounding"]) and master is None
         return _Form(states, master, stochastic and dtype is torch.bfloat16)
 
     @torch.no_grad()
@@ -1446,20 +1454,14 @@ class _FusedOptimizer(torch.optim.Optimizer):
             if old is None:
                 self._state_is_new(param)
             else:
-                values = self._in_order(param, _unscaled(old, scale, role))
+                values = _in_order(place.data, _unscaled(old, scale, role))
                 self._set_state(param, form, stream, values)
-        old = source.get("master_param")
-        if form.master is None:
+        master = form.master
+        if master is None or not self._take(param, "master_param", master, source, copy):
             state.pop("master_param", None)
             state.pop("master_param_scale", None)
-        elif not self._take(param, "master_param", form.master, source, copy):
-            state.pop("master_param", None)
-            state.pop("master_param_scale", None)
-            if old is None:
-                weight = _read_weight(place, form, state)
-            else:
-                weight = _old_master(place, old, source)
-            self._set_master(param, form, weight)
+            if master is not None:
+                self._set_master(param, form, _read_weight(place, source))
         if place.largest and place.scaling is not None:  # with the checkpoint too
             for mine, name in zip(place.scaling, _SCALING, strict=True):
                 if copy and name in source:
@@ -1500,7 +1502,7 @@ class _FusedOptimizer(torch.optim.Optimizer):
 
     @staticmethod
     def _new_scales(param: Tensor) -> Tensor:
-        return torch.ones(-(-param.numel() // _BLOCK), dtype=torch.float32, device=param.device)
+        return torch.ones(_blocks(param), dtype=torch.float32, device=param.device)
 
     def _set_state(self, param: Tensor, form: _Form, stream: int, values: Tensor) -> None:
         """Overwrite one state from flat fp32 values in the parameter's memory order."""
@@ -1568,7 +1570,6 @@ class _FusedOptimizer(torch.optim.Optimizer):
         rows: dict[torch.device, list[_Row]] = {}
         for index, group in enumerate(self.param_groups):
             self._validate(group)
-            self._validate_shared(group)
             for i, param in enumerate(group["params"]):
                 name = f"parameter {i} of group {index}"
                 rows.setdefault(param.device, []).append(self._row(param, index, name, every))
@@ -1813,9 +1814,10 @@ class _FusedOptimizer(torch.optim.Optimizer):
         form, state = self._form_of(param), self.state.get(param, {})
         if state_name not in state:
             raise KeyError(f"no state {state_name!r}: there are {', '.join(state) or 'none yet'}")
-        target = torch.empty_like(_weight_of(param).data, dtype=torch.float32, requires_grad=False)
         if state_name == "master_param":
-            _flat(target).copy_(_read_weight(_weight_of(param), form, state))
+            place = _weight_of(param)
+            target = torch.empty_like(place.data, dtype=torch.float32, requires_grad=False)
+            _flat(target).copy_(_read_weight(place, state))
             return target
         roles = {name: role for name, _, role in form.states}
         role = roles.get(state_name, _Role.MOMENT)
@@ -1844,7 +1846,7 @@ class _FusedOptimizer(torch.optim.Optimizer):
                 f"{tuple(param.shape)}"
             )
         self._init_state(param, form)
-        values = self._in_order(param, unscaled_state)
+        values = _in_order(_weight_of(param).data, unscaled_state)
         if state_name == "master_param":
             self._set_master(param, form, values)
         else:
@@ -1871,14 +1873,6 @@ class _FusedOptimizer(torch.optim.Optimizer):
                 )
         self._init_state(param, self._form_of(param))
         self._forget_plans()
-
-    @staticmethod
-    def _in_order(param: Tensor, values: Tensor) -> Tensor:
-        """Flat fp32 values in the memory order of a parameter."""
-        data = _weight_of(param).data
-        if values.dtype is torch.float32 and _is_dense(values) and _layout(values) == _layout(data):
-            return _flat(values).to(data.device)
-        return _flat(torch.empty_like(data, dtype=torch.float32).copy_(values))
 
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim.Optimizer.state_dict: loads with torch.load(weights_only=True)."""
@@ -1919,7 +1913,6 @@ class _FusedOptimizer(torch.optim.Optimizer):
         try:
             for group in groups:
                 self._validate(group)
-                self._validate_shared(group)
             for group, saved_group in zip(groups, saved_groups, strict=True):
                 for param, key in zip(group["params"], saved_group["params"], strict=True):
                     if key in state_dict["state"]:
@@ -1963,16 +1956,11 @@ class _FusedOptimizer(torch.optim.Optimizer):
                         f"{name} of parameter {key} is of type {type(value).__name__} in the "
                         "checkpoint, expected a tensor"
                     )
-                blocks = -(-param.numel() // _BLOCK)
-                if name.endswith("_scale") and value.shape != (blocks,):
+                wanted = param.shape if _has_shape_of_param(name) else (_blocks(param),)
+                if value.shape != wanted:
                     raise ValueError(
                         f"{name} of parameter {key} has shape {tuple(value.shape)} in the "
-                        f"checkpoint, expected {(blocks,)}"
-                    )
-                if not name.endswith("_scale") and value.shape != param.shape:
-                    raise ValueError(
-                        f"{name} of parameter {key} has shape {tuple(value.shape)} in the "
-                        f"checkpoint, the parameter {tuple(param.shape)}"
+                        f"checkpoint, the parameter {tuple(param.shape)} asks for {tuple(wanted)}"
                     )
         return params
 
@@ -2250,6 +2238,7 @@ class FusedAdam(_FusedOptimizer):
             raise ValueError(f"eps must be finite and at least 0, got {group['eps']}")
         for option in ("exp_avg_dtype", "exp_avg_sq_dtype"):
             group[option] = _as_code(group[option], option)
+        super()._validate(group)
 
     def _states(self, group: dict[str, Any]) -> tuple[tuple[str, torch.dtype, _Role], ...]:
         second = group["exp_avg_sq_dtype"]
@@ -2392,6 +2381,7 @@ class FusedSGD(_FusedOptimizer):
                 f"momentum={group['momentum']}, dampening={group['dampening']}"
             )
         group["momentum_dtype"] = _as_code(group["momentum_dtype"], "momentum_dtype")
+        super()._validate(group)
 
     def _states(self, group: dict[str, Any]) -> tuple[tuple[str, torch.dtype, _Role], ...]:
         if group["momentum"] == 0:
@@ -2504,6 +2494,7 @@ class FusedLion(_FusedOptimizer):
     def _validate(self, group: dict[str, Any]) -> None:
         _validate_betas(group)
         group["exp_avg_dtype"] = _as_code(group["exp_avg_dtype"], "exp_avg_dtype")
+        super()._validate(group)
 
     def _states(self, group: dict[str, Any]) -> tuple[tuple[str, torch.dtype, _Role], ...]:
         return (("exp_avg", group["exp_avg_dtype"], _Role.MOMENT),)

@@ -271,7 +271,7 @@ class Plan {
 #endif
       add = true;
     }
-    return norm_total_;
+    return add ? norm_total_ : norm_total_.zero_();  // only empty tensors: nothing was summed
   }
 
   // One step of what was gathered. With norm_sq, of all gradients wherever they are, they are

@@ -22,10 +22,7 @@ struct None {  // no master
 template <class R, class P, class G, class M, bool kStochastic, class... States>
 struct Signature {
   using Rule = R;
-  using Param = P;
   using Grad = G;
-  using Master = M;
-  static constexpr bool kStochasticParam = kStochastic;
   static constexpr int kStates = sizeof...(States);
 };
 

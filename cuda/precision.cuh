@@ -194,8 +194,6 @@ struct Minifloat {
     return static_cast<S>(code | float_bits(x) >> 31 << (kBits - 1));
   }
 
-  static FUSEDOPT_HD S stochastic(float x, uint32_t random) { return nearest(dither(x, random)); }
-
   // A number of this format next to x, the upper with the probability of x's distance to the lower.
   // The noise is a middle of equal intervals of [0, 1), so that a value a few ulp of fp32 off a
   // number of this format always returns to it; fp16 leaves room for fewer intervals.

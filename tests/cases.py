@@ -248,6 +248,12 @@ def set_grads(params: Iterable[Tensor], missing: float = 0.0) -> None:
         param.grad = None if absent else grad.to(param.device, param.dtype)
 
 
+def copy_grads(params: Iterable[Tensor], copies: Iterable[Tensor]) -> None:
+    """Give the same gradients to copies, in tensors of their own."""
+    for param, copied in zip(params, copies, strict=True):
+        copied.grad = param.grad.clone() if param.grad is not None else None
+
+
 def all_params(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 

@@ -20,6 +20,7 @@ from cases import (
     bits,
     by_id,
     checked_step,
+    copy_grads,
     make,
     new_params,
     set_grads,
@@ -93,8 +94,7 @@ def test_scaled_gradients(case: Case, step: Step, device: torch.device, backend:
     scaler = new_scaler(device)
     for _ in range(3):
         set_grads(params)
-        for param, other in zip(params, copies, strict=True):
-            other.grad = param.grad.clone() if param.grad is not None else None
+        copy_grads(params, copies)
         scale_grads(params, 2.0**12)
         step(scaler, optimizer)
         scaler.update()
@@ -144,8 +144,7 @@ def check_skipped_step(
 
     def both_step() -> None:
         set_grads(params)
-        for param, other in zip(params, copies, strict=True):
-            other.grad = param.grad.clone() if param.grad is not None else None
+        copy_grads(params, copies)
         scale_grads(params, scaler.get_scale())
         step(scaler, optimizer)
         scaler.update()
@@ -175,8 +174,7 @@ def test_unscale_then_clip(case: Case, step: Step, device: torch.device, backend
     scaler = new_scaler(device)
     for _ in range(2):
         set_grads(params)
-        for param, other in zip(params, copies, strict=True):
-            other.grad = param.grad.clone() if param.grad is not None else None
+        copy_grads(params, copies)
         scale_grads(params, 2.0**12)
         scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(params, 0.5)
@@ -353,8 +351,7 @@ def test_a_scaler_step_is_captured(cuda: torch.device) -> None:
     del optimizer.grad_scale, optimizer.found_inf
     for factor, skipped in [(1.0, 0.0), (8.0, 0.0), (8.0, 1.0), (2.0, 0.0)]:
         refill(params)
-        for param, other in zip(params, copies, strict=True):
-            other.grad = param.grad.clone() if param.grad is not None else None
+        copy_grads(params, copies)
         scale_grads(params, factor)
         scale.fill_(factor)
         found_inf.fill_(skipped)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import copy_grads
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -46,8 +47,7 @@ def test_clipping_is_torchs(
     optimizer, twin = kind(params, max_grad_norm=1.5, **options), kind(copies, **options)
     for _ in range(3):
         set_grads(params, scale)
-        for param, other in zip(params, copies, strict=True):
-            other.grad = param.grad.clone() if param.grad is not None else None
+        copy_grads(params, copies)
         before = [param.grad.clone() for param in params if param.grad is not None]
         optimizer.step()
         wanted = torch.nn.utils.clip_grad_norm_(copies, 1.5)
