@@ -625,18 +625,21 @@ def _hash32(x: Tensor) -> Tensor:
     return _fold_product(_fold_product(x ^ 0x243F6A88, 0x9E3779B1) ^ 0x85A308D3, 0xC2B2AE3D)
 
 
-_Noise = Callable[[int], Tensor]  # number of elements -> their random bits
+_Noise = Callable[..., Tensor]  # number of elements, bits -> random bits per element
 
 
-def _random(seed: int, step: Tensor, stream: int, numel: int) -> Tensor:
-    """Sixteen random bits per element, int32; the same in every backend."""
+def _random(seed: int, step: Tensor, stream: int, numel: int, bits: int = 16) -> Tensor:
+    """Random bits per element (16, 8), int32; the same in every backend."""
+    per_draw = 32 // bits
     start = _hash32(torch.tensor(seed & _MASK, device=step.device))
     key = _hash32((start + step.long()) & _MASK)
-    pair = torch.arange((numel + 1) // 2, device=step.device)
-    base = _hash32((key + stream // 2 * _SALT) & _MASK) + (pair >> 32) * _SALT
-    draw = _hash32((base + pair) & _MASK)
-    bits = (draw * 0xD6E8FEB9) & _MASK if stream % 2 else draw
-    return torch.stack((bits & 0xFFFF, bits >> 16), dim=1).flatten()[:numel].int()
+    index = torch.arange(-(-numel // per_draw), device=step.device)
+    base = _hash32((key + stream // 2 * _SALT) & _MASK)
+    draw = _hash32((base ^ index ^ (index >> 32) * _SALT) & _MASK)
+    if stream % 2:
+        draw = (draw * 0xD6E8FEB9) & _MASK
+    parts = [draw >> bits * i & ((1 << bits) - 1) for i in range(per_draw)]
+    return torch.stack(parts, dim=1).flatten()[:numel].int()
 
 
 def _per_block(flat: Tensor) -> Tensor:
@@ -666,10 +669,11 @@ def _encode(
         amax = blocks.abs().where(blocks.isfinite(), 0).amax(dim=1)
         scale = (amax * 2.0**-code.top).clamp(min=2.0**-126).where(amax > 0, 1)
         x = (blocks * (1 / scale)[:, None]).flatten()[: values.numel()]
+        x = x.where(x.isfinite(), torch.nan)
     if code.dtype is torch.float32:
         return x, scale
     if role is _Role.MAXIMUM:
-        raw = (x if code.top is None else x.where(x.isfinite(), torch.nan)).to(code.dtype)
+        raw = x.to(code.dtype)
     else:
         raw = _round_stochastic(code, x, noise(x.numel()))
     if role is not _Role.MOMENT:
@@ -686,13 +690,15 @@ def _round_stochastic(code: _Code, x: Tensor, random: Tensor) -> Tensor:
     if code.top is None:
         bits = (x.view(torch.int32) + random) >> 16
         return bits.to(torch.int16).view(code.dtype).where(~x.isnan(), torch.nan)
-    # The middles of equal intervals of [0, 1): a value a few ulp off a code returns to that code.
-    noise = ((random & 0xFFC0) + 32.0 if code.mantissa > 7 else random + 0.5) * 2.0**-16
-    binade = (
-        (x.view(torch.int32) & 0x7F800000).view(torch.float32).clamp(min=2.0 ** (1 - code.bias))
-    )
-    step = binade * 2.0**-code.mantissa
-    return ((x / step + noise).floor() * step).to(code.dtype)
+    if code.mantissa > 7:
+        random = (random & 0xFFC0) | 0x20
+    exponent = (x.view(torch.int32) & 0x7F800000).clamp(min=(128 - code.bias) << 23)
+    unit = (exponent - ((16 + code.mantissa) << 23)).view(torch.float32)
+    step = unit * 2.0**16
+    # Noise in [0, 1) steps, after an offset of 128 steps: the sum is rounded to about a unit, so
+    # that a value a few ulp off a code returns to that code.
+    raised = x + (random + 2**23) * unit
+    return (((raised / step).floor() - 128) * step).to(code.dtype)
 
 
 def _join(half: Tensor, remainder: Tensor) -> Tensor:
@@ -706,10 +712,9 @@ def _split(values: Tensor, dtype: torch.dtype, noise: _Noise) -> tuple[Tensor, T
     """A flat fp32 tensor as bf16, rounded to nearest (ties away from zero), and what is missing."""
     missing = 16 - 8 * dtype.itemsize
     bits = values.view(torch.int32)
-    if missing:
-        dither = noise(values.numel()) & ((1 << missing) - 1)
-        bits = torch.where(values.isfinite(), bits + dither, bits)
     bits = bits.where(~values.isnan(), 0x7FC00000)
+    if missing:
+        bits = bits + noise(values.numel(), missing)
     half = (bits + 0x8000) >> 16
     remainder = (bits - (half << 16)) >> missing
     return half.to(torch.int16).view(torch.bfloat16), remainder.to(dtype)

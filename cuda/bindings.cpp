@@ -30,6 +30,25 @@ namespace {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
+// Messages are joined without streams: some toolchains link libstdc++ statically into a module, and
+// streams of two copies of it do not work together.
+std::string text(const char* part) { return part; }
+std::string text(const py::handle& part) { return py::str(part).cast<std::string>(); }
+std::string text(at::Device part) { return part.str(); }
+std::string text(at::ScalarType part) { return c10::toString(part); }
+std::string text(size_t part) { return std::to_string(part); }
+std::string text(int64_t part) { return std::to_string(part); }
+std::string text(at::IntArrayRef part) {
+  std::string joined = "[";
+  for (const int64_t number : part) joined += (joined.size() > 1 ? ", " : "") + text(number);
+  return joined + "]";
+}
+
+template <class... Parts>
+std::string message(const Parts&... parts) {
+  return (std::string() + ... + text(parts));
+}
+
 template <class T>
 T* pointer_or_null(const OptionalTensor& tensor) {
   return tensor ? static_cast<T*>(tensor->data_ptr()) : nullptr;
@@ -105,35 +124,35 @@ class Plan {
            const std::vector<OptionalTensor>& scales, const OptionalTensor& master,
            const OptionalTensor& master_scale, const std::vector<at::Tensor>& scaling,
            double fp8_largest, int64_t group, int64_t signature) {
-    TORCH_CHECK(states.size() <= kMaxStates && scales.size() == states.size(), "got ",
-                states.size(), " states and ", scales.size(), " scales, at most ", kMaxStates);
-    TORCH_CHECK(signature >= 0 && signature < static_cast<int64_t>(kernels_.size()), "signature ",
-                signature, " of ", kernels_.size());
+    TORCH_CHECK(states.size() <= kMaxStates && scales.size() == states.size(),
+                message("got ", states.size(), " states and ", scales.size(), " scales, at most ",
+                        int64_t{kMaxStates}));
+    TORCH_CHECK(signature >= 0 && signature < static_cast<int64_t>(kernels_.size()),
+                message("signature ", signature, " of ", kernels_.size()));
     TensorRow row = {};
     kept_.push_back(step);
     row.param = data.data_ptr();
     row.step = step.data_ptr<float>();
     row.numel = data.numel();
-    bool aligned = is_aligned(data);
     const auto keep = [&](const at::Tensor& tensor, const char* name) {
-      TORCH_CHECK(tensor.device() == device_, name, " lies on ", tensor.device(), ", expected ",
-                  device_);
+      TORCH_CHECK(tensor.device() == device_,
+                  message(name, " lies on ", tensor.device(), ", expected ", device_));
       kept_.push_back(tensor);
     };
     const auto keep_elements = [&](const at::Tensor& tensor, const char* name) {
       keep(tensor, name);
-      TORCH_CHECK(same_layout(*tensor.unsafeGetTensorImpl(), *data.unsafeGetTensorImpl()), name,
-                  " has sizes ", tensor.sizes(), " and strides ", tensor.strides(),
-                  ", expected those of its parameter: ", data.sizes(), " and ", data.strides());
-      aligned = aligned && is_aligned(tensor);
+      TORCH_CHECK(
+          same_layout(*tensor.unsafeGetTensorImpl(), *data.unsafeGetTensorImpl()),
+          message(name, " has sizes ", tensor.sizes(), " and strides ", tensor.strides(),
+                  ", expected those of its parameter: ", data.sizes(), " and ", data.strides()));
       return tensor.data_ptr();
     };
     const auto keep_scales = [&](const OptionalTensor& scale, const char* name) {
       if (!scale) return static_cast<float*>(nullptr);
       keep(*scale, name);
       const int64_t blocks = (data.numel() + kScaleBlock - 1) / kScaleBlock;
-      TORCH_CHECK(scale->is_contiguous() && scale->numel() == blocks, name, " has ", scale->numel(),
-                  " elements, expected ", blocks);
+      TORCH_CHECK(scale->is_contiguous() && scale->numel() == blocks,
+                  message(name, " has ", scale->numel(), " elements, expected ", blocks));
       return scale->data_ptr<float>();
     };
     for (size_t i = 0; i < states.size(); ++i) {
@@ -149,8 +168,7 @@ class Plan {
       row.fp8_scale_inv = scaling.at(2).data_ptr<float>();
       row.fp8_largest = static_cast<float>(fp8_largest);
     }
-    row.aligned = aligned;
-    row.group = static_cast<int32_t>(group);
+    row.group = group;
     add_entry(param, data, row, grad_dtype, signature);
   }
 
@@ -194,8 +212,9 @@ class Plan {
       }
     } else {
       given_ = py::cast<std::vector<OptionalTensor>>(grads);
-      TORCH_CHECK(given_.size() == entries_.size(), "got ", given_.size(), " gradients for ",
-                  entries_.size(), " parameters");
+      TORCH_CHECK(
+          given_.size() == entries_.size(),
+          message("got ", given_.size(), " gradients for ", entries_.size(), " parameters"));
       for (size_t i = 0; i < entries_.size(); ++i) {
         grad_impls_[i] = given_[i] ? given_[i]->unsafeGetTensorImpl() : nullptr;
       }
@@ -320,10 +339,6 @@ class Plan {
     __builtin_prefetch(static_cast<const char*>(address) + 128);
   }
 
-  static bool is_aligned(const at::Tensor& tensor) {
-    return reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0;
-  }
-
   static void check(int error) {
 #if defined(FUSEDOPT_CUDA)
     C10_CUDA_CHECK(static_cast<cudaError_t>(error));
@@ -399,8 +414,8 @@ class Plan {
 
   void add_entry(const at::Tensor& param, const at::Tensor& data, const TensorRow& row,
                  at::ScalarType grad_dtype, int64_t signature) {
-    TORCH_CHECK(data.device() == device_, "a parameter lies on ", data.device(), ", expected ",
-                device_);
+    TORCH_CHECK(data.device() == device_,
+                message("a parameter lies on ", data.device(), ", expected ", device_));
     kept_.push_back(param);
     kept_.push_back(data);
     Entry entry;
@@ -468,8 +483,8 @@ class Plan {
     if (!tensor) return nullptr;
     TORCH_CHECK(
         tensor->device() == device_ && tensor->scalar_type() == at::kFloat && tensor->numel() == 1,
-        name, " must be one fp32 number on ", device_, ", got ", tensor->sizes(), " ",
-        tensor->scalar_type(), " on ", tensor->device());
+        message(name, " must be one fp32 number on ", device_, ", got ", tensor->sizes(), " ",
+                tensor->scalar_type(), " on ", tensor->device()));
     return tensor->data_ptr<float>();
   }
 
@@ -493,7 +508,7 @@ class Plan {
       found.numbers.push_back(PyList_GET_SIZE(params));
       for (const py::handle& key : structure_keys_) {
         PyObject* value = PyDict_GetItemWithError(group.ptr(), key.ptr());
-        TORCH_CHECK_VALUE(value != nullptr, "a parameter group has no ", py::str(key));
+        TORCH_CHECK_VALUE(value != nullptr, message("a parameter group has no ", py::str(key)));
         if (PyFloat_Check(value) || PyLong_Check(value)) {
           found.numbers.push_back(PyObject_IsTrue(value));
         } else {
@@ -512,7 +527,7 @@ class Plan {
       words_.push_back(0);
       for (const py::handle& key : keys_) {
         PyObject* value = PyDict_GetItemWithError(group.ptr(), key.ptr());
-        TORCH_CHECK_VALUE(value != nullptr, "a parameter group has no ", py::str(key));
+        TORCH_CHECK_VALUE(value != nullptr, message("a parameter group has no ", py::str(key)));
         if (PyTuple_Check(value) || PyList_Check(value)) {
           for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(value); ++i) {
             push_value(PySequence_Fast_GET_ITEM(value, i), header, key);
@@ -522,8 +537,8 @@ class Plan {
         }
       }
       TORCH_CHECK_VALUE(words_.size() - header == static_cast<size_t>(group_size()),
-                        "a parameter group has ", words_.size() - header - 1,
-                        " hyperparameters, expected ", group_size() - 1);
+                        message("a parameter group has ", words_.size() - header - 1,
+                                " hyperparameters, expected ", group_size() - 1));
     }
   }
 
@@ -532,17 +547,19 @@ class Plan {
     if (!PyFloat_Check(value) && !PyLong_Check(value) && caster.load(value, false)) {
       const at::Tensor& tensor = caster;
       const bool is_double = tensor.scalar_type() == at::kDouble;
-      TORCH_CHECK_VALUE(tensor.numel() == 1, py::str(key), " must be one number, got a tensor of ",
-                        tensor.sizes());
+      TORCH_CHECK_VALUE(
+          tensor.numel() == 1,
+          message(py::str(key), " must be one number, got a tensor of ", tensor.sizes()));
       if (tensor.device() == device_ && (is_double || tensor.scalar_type() == at::kFloat)) {
         const size_t i = words_.size() - header - 1;
         words_[header] |= (uint64_t{1} << i) | (uint64_t{is_double} << (32 + i));
         words_.push_back(reinterpret_cast<uint64_t>(tensor.data_ptr()));
         return;
       }
-      TORCH_CHECK_TYPE(tensor.is_cpu(), py::str(key),
-                       " must be a float, a CPU tensor, or an fp32 or ", "fp64 tensor on ", device_,
-                       ", got ", tensor.scalar_type(), " on ", tensor.device());
+      TORCH_CHECK_TYPE(
+          tensor.is_cpu(),
+          message(py::str(key), " must be a float, a CPU tensor, or an fp32 or ", "fp64 tensor on ",
+                  device_, ", got ", tensor.scalar_type(), " on ", tensor.device()));
     }
     const double number = PyFloat_AsDouble(value);
     if (number == -1.0 && PyErr_Occurred()) throw py::error_already_set();

@@ -19,24 +19,25 @@
 namespace fusedopt {
 
 constexpr int kMaxStates = 3;
-constexpr int kScaleBlock = 256;  // elements that share one scale; a multiple of every vector width
+constexpr int kScaleBlockBits = 8;
+constexpr int kScaleBlock = 1 << kScaleBlockBits;  // elements that share one scale
 
-// One tensor of the plan: what stays the same from step to step. Unused pointers are null.
-struct TensorRow {
+// One tensor of the plan: what stays the same from step to step. Unused pointers are null. Fields
+// that are read together lie together: a load moves 16 bytes.
+struct alignas(16) TensorRow {
+  int64_t numel;
+  int64_t first_tile;  // in the tile list of its signature
   void* param;
-  void* states[kMaxStates];
-  float* state_scales[kMaxStates];  // one per kScaleBlock elements
   void* master;
+  void* states[kMaxStates];
+  int64_t group;
+  float* state_scales[kMaxStates];  // one per kScaleBlock elements
   float* master_scale;
   float* step;       // 0-dim fp32, counts the updates that were not skipped
   float* fp8_scale;  // of an fp8 parameter: stored = value * scale
   float* fp8_amax;
   float* fp8_scale_inv;
   float fp8_largest;  // of its dtype; 0: somebody else chooses the scale
-  int32_t aligned;    // every pointer to elements above is a multiple of 16 bytes
-  int32_t group;
-  int64_t numel;
-  int64_t first_tile;  // in the tile list of its signature
 };
 
 // What changes from step to step. `words` goes with it: every group, then one gradient pointer per

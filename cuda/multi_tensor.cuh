@@ -30,7 +30,7 @@ struct Signature {
 
 // What `update` needs of one tensor in one step. A null gradient means: leave the tensor alone.
 template <class Rule>
-struct Ready {
+struct alignas(16) Ready {
   const void* grad;
   float grad_factor;  // unscales, clips and negates
   uint32_t key;       // of this step's random bits
@@ -232,25 +232,38 @@ struct Lanes {
   }
 };
 
-// Bits of the largest finite magnitude among a block's values.
-template <int N>
-FUSEDOPT_HD uint32_t largest_finite(const float (&values)[N]) {
-  uint32_t largest = 0;
+// Among a block's values: the bits of the largest finite magnitude, and whether all are finite or
+// NaN.
+struct Largest {
+  uint32_t bits;
+  bool is_finite;
+};
+
+template <bool kNotNegative, int N>
+FUSEDOPT_HD Largest largest_finite(const float (&values)[N]) {
 #ifdef __CUDA_ARCH__
-  float magnitude = 0;  // fmaxf passes over NaN; the rare infinity takes the slow way below
-  FUSEDOPT_UNROLL
-  for (int i = 0; i < N; ++i) magnitude = fmaxf(magnitude, fabsf(values[i]));
-  largest = Lanes<N>::largest(float_bits(magnitude));
-  if (largest < 0x7f800000u) return largest;
-  largest = 0;
+  uint32_t seen = 0;
+  if constexpr (kNotNegative) {  // the order of bits is that of numbers; NaN is the largest
+    FUSEDOPT_UNROLL
+    for (int i = 0; i < N; ++i) seen = max(seen, float_bits(values[i]));
+  } else {
+    float magnitude = 0;  // fmaxf passes over NaN
+    FUSEDOPT_UNROLL
+    for (int i = 0; i < N; ++i) magnitude = fmaxf(magnitude, fabsf(values[i]));
+    seen = float_bits(magnitude);
+  }
+  seen = Lanes<N>::largest(seen);
+  if (seen < 0x7f800000u) return {seen, true};
 #endif
+  uint32_t largest = 0, infinite = 0;
   FUSEDOPT_UNROLL
   for (int i = 0; i < N; ++i) {
     const uint32_t bits = float_bits(values[i]) & 0x7fffffffu;
+    infinite |= bits == 0x7f800000u;
     const uint32_t finite = bits < 0x7f800000u ? bits : 0;
     largest = largest > finite ? largest : finite;
   }
-  return Lanes<N>::largest(largest);
+  return {Lanes<N>::largest(largest), infinite == 0};
 }
 
 // ---- slices: N elements of one stream ----------------------------------------------------------
@@ -264,7 +277,7 @@ struct Slice {
   FUSEDOPT_HD void load(const void* base, const float* scales, Span span) {
     if constexpr (Stream::kBlockScaled) {
       float block[1];
-      const Span blocks = {span.offset / kScaleBlock, span.last / kScaleBlock};
+      const Span blocks = {span.offset >> kScaleBlockBits, span.last >> kScaleBlockBits};
       fusedopt::load<kWhole>(scales, blocks, block);
       scale = block[0];
     }
@@ -274,17 +287,28 @@ struct Slice {
   FUSEDOPT_HD void read(float (&values)[N]) const { Stream::decode(raw, scale, values); }
 
   template <bool kWhole, class Math>
-  FUSEDOPT_HD void write(void* base, float* scales, Span span, float (&values)[N], Random random,
-                         Math (&math)[N]) {
-    float inverse = 1;
-    if constexpr (Stream::kBlockScaled) {
-      scale = Stream::scale_of(largest_finite(values));
-      inverse = Approximate::inverse(scale);
-      if (Lanes<N>::is_first() && (kWhole || span.offset <= span.last)) {
-        scales[span.offset / kScaleBlock] = scale;
+  FUSEDOPT_HD void write(void* base, float* scales, Span span, const float (&values)[N],
+                         Random<16> random, Math (&math)[N]) {
+    float kept[N];
+    FUSEDOPT_UNROLL
+    for (int i = 0; i < N; ++i) {
+      if constexpr (Stream::kRoot) {
+        kept[i] = math[i].sqrt(values[i]);  // known already, mostly
+      } else {
+        kept[i] = values[i];
       }
     }
-    Stream::encode(values, inverse, random, math, raw);
+    float inverse = 1;
+    Largest largest = {0, true};
+    if constexpr (Stream::kBlockScaled) {
+      largest = largest_finite<Stream::kRoot>(values);
+      scale = Stream::scale_of(largest.bits);
+      inverse = Approximate::inverse(scale);
+      if (Lanes<N>::is_first() && (kWhole || span.offset <= span.last)) {
+        scales[span.offset >> kScaleBlockBits] = scale;
+      }
+    }
+    Stream::encode(kept, inverse, largest.is_finite, random, raw);
     store<kWhole>(base, span, raw);
   }
 };
@@ -317,7 +341,7 @@ struct States<N, kIndex, Rule, Code, Codes...> {
   FUSEDOPT_HD void write(const TensorRow& row, Span span, float (&values)[kMaxStates][N],
                          uint32_t key, Math (&math)[N]) {
     first.template write<kWhole>(row.states[kIndex], row.state_scales[kIndex], span, values[kIndex],
-                                 Random(key, kIndex, span.offset), math);
+                                 Random<16>(key, kIndex, span.offset), math);
     rest.template write<kWhole>(row, span, values, key, math);
   }
 };
@@ -339,8 +363,8 @@ struct Weight {
     typename P::Storage raw[N];
     if constexpr (sizeof(typename P::Storage) == 1) {  // fp8: one delayed scale per tensor
       const float scale = *row.fp8_scale;
-      const uint32_t amax = largest_finite(values);
-      if (Lanes<N>::is_first()) Lanes<N>::raise(row.fp8_amax, amax);
+      const Largest largest = largest_finite<false>(values);
+      if (Lanes<N>::is_first()) Lanes<N>::raise(row.fp8_amax, largest.bits);
       float scaled[N];
       FUSEDOPT_UNROLL
       for (int i = 0; i < N; ++i) scaled[i] = values[i] * scale;
@@ -351,7 +375,7 @@ struct Weight {
     store<kWhole>(row.param, span, raw);
     Exact no_roots[N];
     master.template write<kWhole>(row.master, row.master_scale, span, values,
-                                  Random(key, kWeightStream, span.offset), no_roots);
+                                  Random<16>(key, kWeightStream, span.offset), no_roots);
   }
 };
 
@@ -367,7 +391,7 @@ struct Weight<P, kStochastic, None, N> {
   template <bool kWhole>
   FUSEDOPT_HD void write(const TensorRow& row, Span span, float (&values)[N], uint32_t key) {
     if constexpr (kStochastic) {
-      const Random random(key, kWeightStream, span.offset);
+      const Random<16> random(key, kWeightStream, span.offset);
       FUSEDOPT_UNROLL
       for (int i = 0; i < N; ++i) raw[i] = P::stochastic(values[i], random(i));
     } else {
@@ -387,15 +411,10 @@ struct Weight<P, kStochastic, Split<R>, N> {
     fusedopt::load<kWhole>(row.param, span, half);
     fusedopt::load<kWhole>(row.master, span, remainder);
   }
-  FUSEDOPT_HD void read(float (&values)[N]) const {
-    FUSEDOPT_UNROLL
-    for (int i = 0; i < N; ++i) values[i] = Split<R>::join(half[i], remainder[i]);
-  }
+  FUSEDOPT_HD void read(float (&values)[N]) const { Split<R>::join(half, remainder, values); }
   template <bool kWhole>
   FUSEDOPT_HD void write(const TensorRow& row, Span span, float (&values)[N], uint32_t key) {
-    const Random random(key, kWeightStream, span.offset);
-    FUSEDOPT_UNROLL
-    for (int i = 0; i < N; ++i) Split<R>::split(values[i], random(i), half[i], remainder[i]);
+    Split<R>::split(values, Random<8>(key, kWeightStream, span.offset), half, remainder);
     store<kWhole>(row.param, span, half);
     store<kWhole>(row.master, span, remainder);
   }
@@ -476,19 +495,22 @@ FUSEDOPT_HD void update_slice(const TensorRow& row, const Ready<typename S::Rule
   weight.template write<kWhole>(row, span, values, ready.key);
 }
 
-// One tile: the elements [begin, begin + kTile) of a tensor, of which this thread does N.
+// One tile: the elements [begin, begin + kTile) of a tensor, of which this thread does N. A single
+// look at everything lets all of it be read side by side.
 template <class S, int N>
 FUSEDOPT_HD void update_tile(const TensorRow& row, const Ready<typename S::Rule>& ready,
                              int64_t begin, int64_t tile, int64_t offset) {
-  const bool whole =
-      row.aligned && reinterpret_cast<uintptr_t>(ready.grad) % 16 == 0 && begin + tile <= row.numel;
+  auto addresses = reinterpret_cast<uintptr_t>(ready.grad) |
+                   reinterpret_cast<uintptr_t>(row.param) | reinterpret_cast<uintptr_t>(row.master);
+  for (int n = 0; n < S::kStates; ++n) addresses |= reinterpret_cast<uintptr_t>(row.states[n]);
+  const bool whole = ready.grad && addresses % 16 == 0 && begin + tile <= row.numel;
   const Span span = {offset, row.numel - 1};
   if (whole) {
     update_slice<S, N, true>(row, ready, span);
     return;
   }
 #if !defined(FUSEDOPT_ONLY_WHOLE_TILES)  // a test compiles the path that counts alone
-  update_slice<S, N, false>(row, ready, span);
+  if (ready.grad) update_slice<S, N, false>(row, ready, span);
 #endif
 }
 
@@ -522,10 +544,9 @@ __global__ void __launch_bounds__(Layout<S>::kThreads, Layout<S>::kBlocksPerMult
   using Rule = typename S::Rule;
   constexpr int64_t kTile = Layout<S>::kThreads * Layout<S>::kElements;
   const int tensor = args.tiles[blockIdx.x];
-  const Ready<Rule> ready =
-      static_cast<const Ready<Rule>*>(args.ready)[tensor];  // copied: no store
-  const TensorRow row = args.rows[tensor];                  // can change them
-  if (!ready.grad) return;
+  // Copied: no store can change them.
+  const Ready<Rule> ready = static_cast<const Ready<Rule>*>(args.ready)[tensor];
+  const TensorRow row = args.rows[tensor];
   const int64_t begin = (static_cast<int64_t>(blockIdx.x) - row.first_tile) * kTile;
   update_tile<S, Layout<S>::kElements>(row, ready, begin, kTile,
                                        begin + threadIdx.x * Layout<S>::kElements);

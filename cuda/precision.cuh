@@ -41,14 +41,6 @@ FUSEDOPT_HD float fused_multiply_add(float a, float b, float c) {
 #endif
 }
 
-FUSEDOPT_HD float smaller(float a, float b) {  // a is not NaN; a NaN in b is passed over
-#ifdef __CUDA_ARCH__
-  return fminf(a, b);
-#else
-  return b < a ? b : a;
-#endif
-}
-
 FUSEDOPT_HD float larger_or_nan(float a, float b) { return b > a || b != b ? b : a; }
 
 // Math of a signature: IEEE where it is free; approximate (1 to 2 ulp) where block-scaled streams
@@ -113,20 +105,33 @@ FUSEDOPT_HD uint32_t step_key(uint32_t seed, float step) {
   return hash32(hash32(seed) + static_cast<uint32_t>(step));
 }
 
-// 16 random bits per element; one draw serves two neighbours in two streams. `offset` is even.
+// kBits random bits per element: a draw serves neighbours, and two streams. `offset` is a multiple
+// of the elements of a draw.
+template <int kBits>
 struct Random {
+  static constexpr int kPerDraw = 32 / kBits;
   uint32_t base;
   uint32_t stream;
   FUSEDOPT_HD Random(uint32_t key, uint32_t stream, int64_t offset)
-      : base(hash32(key + stream / 2 * kStreamSalt) + static_cast<uint32_t>(offset >> 1) +
-             static_cast<uint32_t>(offset >> 33) * kStreamSalt),
-        stream(stream) {}
-  FUSEDOPT_HD uint32_t pair(int i) const {  // of elements 2 * i (low half) and 2 * i + 1
-    const uint32_t draw = hash32(base + static_cast<uint32_t>(i));
+      : base(hash32(key + stream / 2 * kStreamSalt)), stream(stream) {
+    const uint64_t draw = static_cast<uint64_t>(offset) / kPerDraw;
+    base ^= static_cast<uint32_t>(draw) ^ static_cast<uint32_t>(draw >> 32) * kStreamSalt;
+  }
+  FUSEDOPT_HD uint32_t draw(int i) const {
+    const uint32_t draw = hash32(base ^ static_cast<uint32_t>(i / kPerDraw));
     return stream % 2 ? draw * 0xd6e8feb9u : draw;
   }
   FUSEDOPT_HD uint32_t operator()(int i) const {
-    return i % 2 ? pair(i / 2) >> 16 : pair(i / 2) & 0xffffu;
+    return draw(i) >> i % kPerDraw * kBits & ((1u << kBits) - 1);
+  }
+  // 2^23 plus the bits, as a float.
+  FUSEDOPT_HD float number(int i) const {
+#ifdef __CUDA_ARCH__
+    static_assert(kBits == 16, "a byte permutation takes halves of a draw");
+    return bits_float(__byte_perm(draw(i), 0x4b00, i % 2 ? 0x5432 : 0x5410));
+#else
+    return bits_float(0x4b000000u | (*this)(i));
+#endif
   }
 };
 
@@ -195,29 +200,27 @@ struct Minifloat {
   }
 
   // A number of this format next to x, the upper with the probability of x's distance to the lower.
-  // The noise is a middle of equal intervals of [0, 1), so that a value a few ulp of fp32 off a
-  // number of this format always returns to it; fp16 leaves room for fewer intervals.
-  static FUSEDOPT_HD float dither(float x, uint32_t random) {
-    const uint32_t tiny = float_bits(power_of_two(kSmallestNormal));
-    const uint32_t exponent = float_bits(x) & 0x7f800000u;
-    const float binade = bits_float(exponent > tiny ? exponent : tiny);
-    if constexpr (kMantissa > 7) random = (random & 0xffc0u) | 0x20u;
-    constexpr float kMiddle = kMantissa > 7 ? 0 : 0.5f;
-    // 2^23 + random is a float whose last bits are random; from it, noise in units of the binade.
-    const float noise =
-        fused_multiply_add(bits_float(0x4b000000u | random), power_of_two(-16 - kMantissa),
-                           (kMiddle - 8388608.0f) * power_of_two(-16 - kMantissa));
+  // random is 2^23 plus 16 random bits. In units of 2^-16 of a step of this format they are noise
+  // in [0, 1) after an offset of 128 steps; the sum is rounded to about such units, so that a value
+  // a few ulp of fp32 off a number of this format always returns to it. fp16 leaves no room for
+  // that: its noise is a middle of fewer intervals. x is finite or NaN.
+  static FUSEDOPT_HD float dither(float x, float random) {
+    constexpr int32_t kUnit = (16 + kMantissa) << 23;
+    const auto tiny = static_cast<int32_t>(float_bits(power_of_two(kSmallestNormal)));
+    const auto exponent = static_cast<int32_t>(float_bits(x) & 0x7f800000u);
+    if constexpr (kMantissa > 7) random = bits_float((float_bits(random) & 0xffffffc0u) | 0x20u);
 #ifdef __CUDA_ARCH__
-    // A number this large has no bits below the format's last one: adding it, rounded down, is
-    // floor.
-    constexpr float kFloor = 1.5f * (1 << (23 - kMantissa));
-    const float raised = __fmaf_rn(noise, binade, x);
-    return __fmaf_rn(binade, -kFloor, __fmaf_rz(binade, kFloor, raised));
+    const float unit = bits_float(__viaddmax_s32(exponent, -kUnit, tiny - kUnit));
+    const float raised = __fmaf_rn(random, unit, x);
+    // A number this large has no bits below a step: adding it, rounded down, is floor.
+    constexpr float kFloor = 1.5f * (1ull << 39);
+    return __fmaf_rn(unit, -kFloor, __fmaf_rz(unit, kFloor - 8388608.0f, raised));
 #else
-    if (exponent == 0x7f800000u) return NAN;
-    const float per_step = bits_float((254u << 23) - float_bits(binade)) * power_of_two(kMantissa);
-    const float steps = floorf(x * per_step + noise * power_of_two(kMantissa));
-    return steps * (binade * power_of_two(-kMantissa));
+    const int32_t binade = exponent > tiny ? exponent : tiny;
+    const float raised = random * bits_float(binade - kUnit) + x;
+    const float step = bits_float(binade - (kMantissa << 23));
+    const float steps = floorf(raised * bits_float((254 << 23) - float_bits(step)));
+    return (steps - 128) * step;
 #endif
   }
 
@@ -337,7 +340,7 @@ struct Stream {
     }
   }
 
-  // The scale of a block whose largest finite magnitude is given, as bits.
+  // The scale of a block from the bits of its largest finite magnitude.
   static FUSEDOPT_HD float scale_of(uint32_t largest_bits) {
     if (largest_bits == 0) return 1;
     const float largest = bits_float(largest_bits);
@@ -345,32 +348,37 @@ struct Stream {
     return scale > power_of_two(-126) ? scale : power_of_two(-126);
   }
 
-  // Overwrites the values; where they are kept as roots, math knows those already.
-  template <int N, class Math>
-  static FUSEDOPT_HD void encode(float (&values)[N], float inverse_scale, Random random,
-                                 Math (&math)[N], Storage (&raw)[N]) {
+  // Overwrites the values, which are roots already where roots are kept.
+  template <int N>
+  static FUSEDOPT_HD void encode(float (&values)[N], float inverse_scale, bool all_finite,
+                                 Random<16> random, Storage (&raw)[N]) {
     if constexpr (kBlockScaled) {
-      constexpr float kSmallest = 1.0f / (1 << (Code::kMantissaBits - Code::kSmallestNormal));
-      float smallest = kSmallest;
       FUSEDOPT_UNROLL
-      for (int i = 0; i < N; ++i) {
-        values[i] = (kRoot ? math[i].sqrt(values[i]) : values[i]) * inverse_scale;
-        smallest = smaller(smallest, values[i]);
-      }
-      if (kKeepsNonzero && smallest < kSmallest) {  // rare: 2^17 below the block's largest
+      for (int i = 0; i < N; ++i) values[i] *= inverse_scale;
+      if (!all_finite) {  // in a block what is infinite becomes NaN
         FUSEDOPT_UNROLL
         for (int i = 0; i < N; ++i) {
-          if (values[i] > 0 && values[i] < kSmallest) values[i] = kSmallest;
+          values[i] = fabsf(values[i]) <= 3.402823466e+38f ? values[i] : NAN;
         }
       }
-      FUSEDOPT_UNROLL
-      for (int i = 0; i < N; ++i) {
-        if constexpr (kRole == Role::kMaximum) {
-          // In a block what is not finite is NaN, also where a cast saturates.
-          values[i] = fabsf(values[i]) <= power_of_two(127) ? values[i] : NAN;
-        } else {
-          values[i] = Code::dither(values[i], random(i));
+      if constexpr (kKeepsNonzero) {
+        constexpr float kSmallest = 1.0f / (1 << (Code::kMantissaBits - Code::kSmallestNormal));
+        uint32_t smallest = float_bits(kSmallest);  // the order of bits is that of roots
+        FUSEDOPT_UNROLL
+        for (int i = 0; i < N; ++i) {
+          const uint32_t bits = float_bits(values[i]);
+          smallest = bits < smallest ? bits : smallest;
         }
+        if (smallest < float_bits(kSmallest)) {  // rare: 2^17 below the block's largest
+          FUSEDOPT_UNROLL
+          for (int i = 0; i < N; ++i) {
+            if (values[i] > 0 && values[i] < kSmallest) values[i] = kSmallest;
+          }
+        }
+      }
+      if constexpr (kRole != Role::kMaximum) {
+        FUSEDOPT_UNROLL
+        for (int i = 0; i < N; ++i) values[i] = Code::dither(values[i], random.number(i));
       }
       encode_nearest<Code>(values, raw);
     } else if constexpr (kRole == Role::kMaximum) {
@@ -398,20 +406,75 @@ struct Split {
   using Storage = R;
   static constexpr bool kBlockScaled = false;
   static constexpr int kMissing = 16 - 8 * static_cast<int>(sizeof(R));  // bits not kept at all
-  static FUSEDOPT_HD float join(uint16_t half, R remainder) {
-    return bits_float((uint32_t{half} << 16) +
-                      static_cast<uint32_t>(static_cast<int32_t>(remainder) * (1 << kMissing)));
-  }
-  static FUSEDOPT_HD void split(float x, uint32_t random, uint16_t& half, R& remainder) {
-    uint32_t bits = float_bits(x);
-    if (x != x || fabsf(x) > 3.402823466e+38f) {
-      bits = x != x ? 0x7fc00000u : bits;
-    } else if (kMissing > 0) {
-      bits += random & ((1u << kMissing) - 1);
+
+  template <int N>
+  static FUSEDOPT_HD void join(const uint16_t (&halves)[N], const R (&remainders)[N],
+                               float (&values)[N]) {
+#ifdef __CUDA_ARCH__
+    uint32_t words[N / 2], missing[sizeof remainders / 4];
+    memcpy(words, halves, sizeof halves);
+    memcpy(missing, remainders, sizeof remainders);
+    FUSEDOPT_UNROLL
+    for (int i = 0; i < N; i += 4) {
+      const uint32_t first = missing[i * sizeof(R) / 4], second = missing[(i + 2) * sizeof(R) / 4];
+      values[i] = bits_float((words[i / 2] << 16) + extended<0>(first));
+      values[i + 1] = bits_float((words[i / 2] & 0xffff0000u) + extended<1>(first));
+      values[i + 2] = bits_float((words[i / 2 + 1] << 16) + extended<2>(second));
+      values[i + 3] = bits_float((words[i / 2 + 1] & 0xffff0000u) + extended<3>(second));
     }
-    half = static_cast<uint16_t>((bits + 0x8000u) >> 16);
-    remainder = static_cast<R>(static_cast<int32_t>(bits - (uint32_t{half} << 16)) >> kMissing);
+#else
+    for (int i = 0; i < N; ++i) {
+      values[i] = bits_float((uint32_t{halves[i]} << 16) +
+                             static_cast<uint32_t>(int32_t{remainders[i]} * (1 << kMissing)));
+    }
+#endif
   }
+
+  // random gives kMissing bits; they change no infinity's remainder.
+  template <int N>
+  static FUSEDOPT_HD void split(const float (&values)[N], Random<8> random, uint16_t (&halves)[N],
+                                R (&remainders)[N]) {
+    uint32_t bits[N];
+    FUSEDOPT_UNROLL
+    for (int i = 0; i < N; ++i) {
+      bits[i] = values[i] == values[i] ? float_bits(values[i]) : 0x7fc00000u;
+      if (kMissing > 0) bits[i] += random(i);
+    }
+#ifdef __CUDA_ARCH__
+    uint32_t words[N / 2], missing[sizeof remainders / 4];
+    FUSEDOPT_UNROLL
+    for (int i = 0; i < N; i += 2) {
+      words[i / 2] = __byte_perm(bits[i] + 0x8000u, bits[i + 1] + 0x8000u, 0x7632);
+      if constexpr (sizeof(R) == 2) {
+        missing[i / 2] = __byte_perm(bits[i], bits[i + 1], 0x5410);
+      } else if (i % 4 == 2) {
+        missing[i / 4] = __byte_perm(__byte_perm(bits[i - 2], bits[i - 1], 0x51),
+                                     __byte_perm(bits[i], bits[i + 1], 0x51), 0x5410);
+      }
+    }
+    memcpy(halves, words, sizeof halves);
+    memcpy(remainders, missing, sizeof remainders);
+#else
+    for (int i = 0; i < N; ++i) {
+      halves[i] = static_cast<uint16_t>((bits[i] + 0x8000u) >> 16);
+      remainders[i] = static_cast<R>(bits[i] >> kMissing);
+    }
+#endif
+  }
+
+ private:
+#ifdef __CUDA_ARCH__
+  // A remainder within its word, sign-extended, at its place. A selector names the bytes of the
+  // result (4: zero; with 8: the sign of a byte, which __byte_perm knows not).
+  template <int kIndex>
+  static __device__ __forceinline__ uint32_t extended(uint32_t word) {
+    constexpr uint32_t kSelector =
+        sizeof(R) == 2 ? 0x9910 + kIndex % 2 * 0x2222 : 0x8804 + kIndex * 0x1110;
+    uint32_t bits;
+    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(bits) : "r"(word), "n"(kSelector));
+    return bits;
+  }
+#endif
 };
 
 using Remainder16 = Split<int16_t>;

@@ -22,7 +22,7 @@ struct Adam {
   };
   static constexpr Role kRoles[] = {Role::kMoment, Role::kSecondMoment, Role::kMaximum};
 
-  float step_size, decay, l2, lerp_weight, beta2, one_minus_beta2, inv_sqrt_correction2, eps;
+  float decay, l2, lerp_weight, beta2, one_minus_beta2, root_factor, eps;
   bool lerp_from_grad;
 
   FUSEDOPT_HD void begin_step(const Hyperparameters& group, double step) {
@@ -30,15 +30,17 @@ struct Adam {
     const double correction1 = correct ? 1 - pow(group.beta1, step) : 1;
     const double correction2 = correct ? 1 - pow(group.beta2, step) : 1;
     const bool decoupled = group.adam_w_mode != 0;
-    step_size = static_cast<float>(group.lr / correction1);
     decay = static_cast<float>(decoupled ? group.lr * group.weight_decay : 0);
     l2 = static_cast<float>(decoupled ? 0 : group.weight_decay);
     lerp_from_grad = group.beta1 < 0.5;  // as torch.lerp: start from the nearer end
     lerp_weight = static_cast<float>(lerp_from_grad ? -group.beta1 : 1 - group.beta1);
     beta2 = static_cast<float>(group.beta2);
     one_minus_beta2 = static_cast<float>(1 - group.beta2);
-    inv_sqrt_correction2 = static_cast<float>(1 / sqrt(correction2));
-    eps = static_cast<float>(group.eps);
+    // The step size divides the denominator instead of multiplying every quotient.
+    const double step_size = group.lr / correction1;
+    const bool moves = step_size > 1e-30;  // or else the denominator is infinite
+    root_factor = static_cast<float>(moves ? 1 / (sqrt(correction2) * step_size) : 0);
+    eps = static_cast<float>(moves ? group.eps / step_size : INFINITY);
   }
 
   template <int kStates, class Math>
@@ -52,8 +54,8 @@ struct Adam {
     exp_avg_sq = fused_multiply_add(one_minus_beta2 * grad, grad, beta2 * exp_avg_sq);
     float second = exp_avg_sq;
     if constexpr (kStates == 3) second = state[2] = larger_or_nan(state[2], exp_avg_sq);
-    const float denominator = fused_multiply_add(math.sqrt(second), inv_sqrt_correction2, eps);
-    param = math.minus_quotient(param, step_size * exp_avg, denominator);
+    const float denominator = fused_multiply_add(math.sqrt(second), root_factor, eps);
+    param = math.minus_quotient(param, exp_avg, denominator);
   }
 };
 

@@ -485,9 +485,9 @@ def test_moments_and_steps_draw_their_own_bits(
 # ---- encode and decode, split and join, alone ---------------------------------------------------
 
 
-def noise_on(device: torch.device) -> Callable[[int], Tensor]:
-    """Sixteen random bits for as many elements as are asked for."""
-    return lambda numel: torch.randint(1 << 16, (numel,), dtype=torch.int32).to(device)
+def noise_on(device: torch.device) -> Callable[..., Tensor]:
+    """Random bits for as many elements as are asked for."""
+    return lambda numel, bits=16: torch.randint(1 << bits, (numel,), dtype=torch.int32).to(device)
 
 
 def roles() -> list[Any]:
