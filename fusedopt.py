@@ -604,6 +604,7 @@ _BLOCK = 256  # elements that share one scale, kScaleBlock in C++
 _SMALL = 4096  # tensors of fewer elements keep fp32 states whatever was asked
 _MASK = 0xFFFFFFFF
 _SALT = 0x9E3779B9
+_FACTORS = (1, 0x2C9277B5, 0xAC564B05, 0x5F356495)
 _WEIGHT_STREAM = 3  # random stream of the weight; state n draws stream n
 
 
@@ -636,9 +637,8 @@ def _random(seed: int, step: Tensor, stream: int, numel: int, bits: int = 16) ->
     index = torch.arange(-(-numel // per_draw), device=step.device)
     base = _hash32((key + stream // 2 * _SALT) & _MASK)
     draw = _hash32((base ^ index ^ (index >> 32) * _SALT) & _MASK)
-    if stream % 2:
-        draw = (draw * 0xD6E8FEB9) & _MASK
-    parts = [draw >> bits * i & ((1 << bits) - 1) for i in range(per_draw)]
+    factors = [_FACTORS[(i + stream * per_draw) % 4] for i in range(per_draw)]
+    parts = [(draw * factor & _MASK) >> (32 - bits) for factor in factors]
     return torch.stack(parts, dim=1).flatten()[:numel].int()
 
 

@@ -104,7 +104,7 @@ class Plan {
         keys_(std::move(hyperparameters)),
         structure_keys_(std::move(structure)),
         seed_(seed),
-        tiles_(kernels.size()) {
+        num_tiles_(kernels.size(), 0) {
     structure_ = read_structure(groups);
     for (const int64_t address : kernels) {
       kernels_.push_back(reinterpret_cast<const Kernels*>(address));
@@ -174,20 +174,22 @@ class Plan {
 
   // Lays out tiles and puts the table on the device.
   void seal() {
-    TORCH_CHECK(entries_.size() < std::numeric_limits<int32_t>::max(), "too many tensors");
+    TORCH_CHECK(entries_.size() < size_t{1} << 5 * TileIndex::kMaxLevels, "too many tensors");
     if (kernels_.empty()) return;
-    for (size_t i = 0; i < entries_.size(); ++i) {
-      if (entries_[i].signature < 0) continue;
-      auto& tiles = tiles_[entries_[i].signature];
-      const int64_t tile = kernels_[entries_[i].signature]->tile_elements;
-      rows_[i].first_tile = static_cast<int64_t>(tiles.size());
-      tiles.insert(tiles.end(), (rows_[i].numel + tile - 1) / tile, static_cast<int32_t>(i));
-    }
     signature_used_.assign(kernels_.size(), false);
-    rows_table_ = to_device(rows_.data(), rows_.size() * sizeof(TensorRow));
-    for (const auto& tiles : tiles_) {
-      tile_tables_.push_back(to_device(tiles.data(), tiles.size() * sizeof(int32_t)));
+    for (size_t s = 0; s < kernels_.size(); ++s) {
+      const int64_t tile = kernels_[s]->tile_elements;
+      std::vector<uint32_t> starts;
+      for (size_t i = 0; i < entries_.size(); ++i) {
+        starts.push_back(static_cast<uint32_t>(num_tiles_[s]));
+        if (entries_[i].signature != static_cast<int32_t>(s)) continue;
+        rows_[i].first_tile = num_tiles_[s];
+        num_tiles_[s] += (rows_[i].numel + tile - 1) / tile;
+        TORCH_CHECK(num_tiles_[s] < std::numeric_limits<int32_t>::max(), "too many elements");
+      }
+      indices_.push_back(make_index(std::move(starts)));
     }
+    rows_table_ = to_device(rows_.data(), rows_.size() * sizeof(TensorRow));
     ready_ = at::empty({static_cast<int64_t>(entries_.size()) * kernels_.front()->ready_bytes},
                        at::TensorOptions(at::kByte).device(device_));
   }
@@ -271,11 +273,11 @@ class Plan {
     advance(args, groups, stream.get());
     bool add = false;
     for (size_t i = 0; i < kernels_.size(); ++i) {
-      const auto num_tiles = static_cast<int64_t>(tiles_[i].size());
+      const int64_t num_tiles = num_tiles_[i];
       if (!signature_used_[i] || num_tiles == 0) continue;
       const Norm norm = {args.rows,
                          args.ready,
-                         static_cast<const int32_t*>(tile_tables_[i].data_ptr()),
+                         indices_[i],
                          0,
                          num_tiles,
                          norm_partials_.data_ptr<double>(),
@@ -309,10 +311,9 @@ class Plan {
     args.found_inf = scalar_pointer(found_inf, "found_inf");
     advance(args, groups, stream);
     for (size_t i = 0; i < kernels_.size(); ++i) {
-      const auto num_tiles = static_cast<int64_t>(tiles_[i].size());
+      const int64_t num_tiles = num_tiles_[i];
       if (!signature_used_[i] || num_tiles == 0) continue;
-      const Update update = {args.rows, args.ready,
-                             static_cast<const int32_t*>(tile_tables_[i].data_ptr()), 0, num_tiles};
+      const Update update = {args.rows, args.ready, indices_[i], 0, num_tiles};
       run(kernels_[i]->update, update, stream);
     }
     // Raw pointers do not tell autograd that a tensor changed. Locked additions wait for each
@@ -399,15 +400,37 @@ class Plan {
   }
 
   void make_norm_buffers() {
-    size_t partials = kNormBlocks;
-    for (const auto& tiles : tiles_) partials = std::max(partials, tiles.size());
+    int64_t partials = kNormBlocks;
+    for (const int64_t tiles : num_tiles_) partials = std::max(partials, tiles);
 #if defined(FUSEDOPT_CUDA)
     partials = kNormBlocks;
 #endif
     const auto numbers = at::TensorOptions(at::kDouble).device(device_);
-    norm_partials_ = at::empty({static_cast<int64_t>(partials)}, numbers);
+    norm_partials_ = at::empty({partials}, numbers);
     norm_arrived_ = at::empty({1}, numbers.dtype(at::kInt)).zero_();
     norm_total_ = at::empty({1}, numbers).zero_();
+  }
+
+  TileIndex make_index(std::vector<uint32_t> starts) {
+    std::vector<std::vector<uint32_t>> levels = {std::move(starts)};
+    for (;;) {
+      auto& level = levels.back();
+      level.resize((level.size() + 31) / 32 * 32, std::numeric_limits<uint32_t>::max());
+      if (level.size() <= 32) break;
+      std::vector<uint32_t> coarser;
+      for (size_t i = 0; i < level.size(); i += 32) coarser.push_back(level[i]);
+      levels.push_back(std::move(coarser));
+    }
+    TileIndex index = {};
+    std::vector<uint32_t> all;
+    for (auto level = levels.rbegin(); level != levels.rend(); ++level) {
+      index.offsets[index.levels++] = static_cast<int32_t>(all.size());
+      all.insert(all.end(), level->begin(), level->end());
+    }
+    index.tensors = static_cast<int32_t>(levels.front().size());
+    kept_.push_back(to_device(all.data(), all.size() * sizeof(uint32_t)));
+    index.starts = static_cast<const uint32_t*>(kept_.back().data_ptr());
+    return index;
   }
 
   int64_t group_size() const { return 1 + kernels_.front()->hyperparameters; }
@@ -577,9 +600,9 @@ class Plan {
   std::vector<at::Tensor> kept_;  // whatever entries and rows point into
   std::vector<c10::TensorImpl*> grad_impls_;
   std::vector<TensorRow> rows_;
-  std::vector<std::vector<int32_t>> tiles_;  // of each signature: tile -> tensor
+  std::vector<int64_t> num_tiles_;  // of each signature
+  std::vector<TileIndex> indices_;
   at::Tensor rows_table_, ready_, words_table_, norm_partials_, norm_arrived_, norm_total_;
-  std::vector<at::Tensor> tile_tables_;
   std::vector<const void*> grads_;
   std::vector<OptionalTensor> given_;  // gradients that Python handed over, until they are used
   std::vector<at::Tensor> copies_;     // gradients laid out unlike their parameter

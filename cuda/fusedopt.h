@@ -6,8 +6,10 @@
 
 #if defined(__CUDACC__)
 #define FUSEDOPT_HD __host__ __device__ __forceinline__
+#define FUSEDOPT_NOINLINE __host__ __device__ __noinline__
 #else
 #define FUSEDOPT_HD inline __attribute__((always_inline))
+#define FUSEDOPT_NOINLINE __attribute__((noinline))
 #endif
 
 #if defined(__CUDA_ARCH__)
@@ -59,11 +61,23 @@ struct Advance {
   int32_t groups;
 };
 
+// Which tensor a tile belongs to. The finest level has for every tensor of the plan the tile at
+// which it starts, ascending (one that is not of the signature has no tiles); a coarser level has
+// every 32nd entry of the next finer one; each is padded to a multiple of 32 with the largest
+// number. A warp finds a tile with one look at each level, and all levels stay in the L1 cache.
+struct TileIndex {
+  static constexpr int kMaxLevels = 5;
+  const uint32_t* starts;
+  int32_t offsets[kMaxLevels];  // of the levels in starts, coarsest first
+  int32_t levels;
+  int32_t tensors;  // entries of the finest level, padding included
+};
+
 // The sum of squares of the gradients of one signature, added to *total or stored there.
 struct Norm {
   const TensorRow* rows;
   const void* ready;
-  const int32_t* tiles;
+  TileIndex index;
   int64_t first_tile;  // as in Update
   int64_t num_tiles;
   double* partials;  // CUDA: kNormBlocks; CPU: one per tile of the signature
@@ -77,8 +91,8 @@ constexpr int kNormBlocks = 2048;
 struct Update {
   const TensorRow* rows;
   const void* ready;
-  const int32_t* tiles;  // tile -> tensor
-  int64_t first_tile;    // CPU threads take a range of tiles each; CUDA takes all in one launch
+  TileIndex index;
+  int64_t first_tile;  // CPU threads take a range of tiles each; CUDA takes all in one launch
   int64_t num_tiles;
 };
 

@@ -3,6 +3,8 @@
 // threads is the caller's business.
 #pragma once
 
+#include <algorithm>
+
 #include "multi_tensor.cuh"
 
 namespace fusedopt {
@@ -11,6 +13,11 @@ constexpr int64_t kHostTile = 64 * kScaleBlock;
 
 template <class S>
 constexpr int kHostSlice = Layout<S>::kBlockScaled ? kScaleBlock : 16;
+
+inline int64_t tensor_of(const TileIndex& index, int64_t tile) {
+  const uint32_t* starts = index.starts + index.offsets[index.levels - 1];
+  return std::upper_bound(starts, starts + index.tensors, static_cast<uint32_t>(tile)) - starts - 1;
+}
 
 template <class S>
 constexpr Kernels make_kernels() {
@@ -26,13 +33,15 @@ constexpr Kernels make_kernels() {
       },
       [](const Update& args, void*) -> int {
         for (int64_t i = args.first_tile; i < args.first_tile + args.num_tiles; ++i) {
-          const TensorRow& row = args.rows[args.tiles[i]];
-          const auto& ready = static_cast<const Ready<Rule>*>(args.ready)[args.tiles[i]];
+          const int64_t tensor = tensor_of(args.index, i);
+          const TensorRow& row = args.rows[tensor];
+          const auto& ready = static_cast<const Ready<Rule>*>(args.ready)[tensor];
           if (!ready.grad) continue;
           const int64_t begin = (i - row.first_tile) * kHostTile;
           const int64_t end = begin + kHostTile < row.numel ? begin + kHostTile : row.numel;
           for (int64_t offset = begin; offset < end; offset += kHostSlice<S>) {
-            update_tile<S, kHostSlice<S>>(row, ready, offset, kHostSlice<S>, offset);
+            update_tile<S, kHostSlice<S>>(args.rows, args.ready, tensor, offset, kHostSlice<S>,
+                                          offset);
           }
         }
         return 0;
@@ -40,8 +49,9 @@ constexpr Kernels make_kernels() {
       [](const Norm& args, void*) -> int {
         constexpr int N = kHostSlice<S>;
         for (int64_t i = args.first_tile; i < args.first_tile + args.num_tiles; ++i) {
-          const TensorRow& row = args.rows[args.tiles[i]];
-          const void* grad = static_cast<const Ready<Rule>*>(args.ready)[args.tiles[i]].grad;
+          const int64_t tensor = tensor_of(args.index, i);
+          const TensorRow& row = args.rows[tensor];
+          const void* grad = static_cast<const Ready<Rule>*>(args.ready)[tensor].grad;
           double sum = 0;
           const int64_t begin = (i - row.first_tile) * kHostTile;
           const int64_t end = begin + kHostTile < row.numel ? begin + kHostTile : row.numel;

@@ -288,7 +288,7 @@ struct Slice {
 
   template <bool kWhole, class Math>
   FUSEDOPT_HD void write(void* base, float* scales, Span span, const float (&values)[N],
-                         Random<16> random, Math (&math)[N]) {
+                         const Random<16, N>& random, int stream, Math (&math)[N]) {
     float kept[N];
     FUSEDOPT_UNROLL
     for (int i = 0; i < N; ++i) {
@@ -308,7 +308,7 @@ struct Slice {
         scales[span.offset >> kScaleBlockBits] = scale;
       }
     }
-    Stream::encode(kept, inverse, largest.is_finite, random, raw);
+    Stream::encode(kept, values, inverse, largest.is_finite, random, stream, raw);
     store<kWhole>(base, span, raw);
   }
 };
@@ -320,7 +320,8 @@ struct States {
   FUSEDOPT_HD void load(const TensorRow&, Span) {}
   FUSEDOPT_HD void read(float (&)[kMaxStates][N]) const {}
   template <bool kWhole, class Math>
-  FUSEDOPT_HD void write(const TensorRow&, Span, float (&)[kMaxStates][N], uint32_t, Math (&)[N]) {}
+  FUSEDOPT_HD void write(const TensorRow&, Span, float (&)[kMaxStates][N], const Random<16, N>&,
+                         Math (&)[N]) {}
 };
 
 template <int N, int kIndex, class Rule, class Code, class... Codes>
@@ -339,10 +340,10 @@ struct States<N, kIndex, Rule, Code, Codes...> {
   }
   template <bool kWhole, class Math>
   FUSEDOPT_HD void write(const TensorRow& row, Span span, float (&values)[kMaxStates][N],
-                         uint32_t key, Math (&math)[N]) {
+                         const Random<16, N>& random, Math (&math)[N]) {
     first.template write<kWhole>(row.states[kIndex], row.state_scales[kIndex], span, values[kIndex],
-                                 Random<16>(key, kIndex, span.offset), math);
-    rest.template write<kWhole>(row, span, values, key, math);
+                                 random, kIndex, math);
+    rest.template write<kWhole>(row, span, values, random, math);
   }
 };
 
@@ -375,7 +376,8 @@ struct Weight {
     store<kWhole>(row.param, span, raw);
     Exact no_roots[N];
     master.template write<kWhole>(row.master, row.master_scale, span, values,
-                                  Random<16>(key, kWeightStream, span.offset), no_roots);
+                                  Random<16, N>(key, kWeightStream / 2, span.offset), kWeightStream,
+                                  no_roots);
   }
 };
 
@@ -391,9 +393,9 @@ struct Weight<P, kStochastic, None, N> {
   template <bool kWhole>
   FUSEDOPT_HD void write(const TensorRow& row, Span span, float (&values)[N], uint32_t key) {
     if constexpr (kStochastic) {
-      const Random<16> random(key, kWeightStream, span.offset);
+      const Random<16, N> random(key, kWeightStream / 2, span.offset);
       FUSEDOPT_UNROLL
-      for (int i = 0; i < N; ++i) raw[i] = P::stochastic(values[i], random(i));
+      for (int i = 0; i < N; ++i) raw[i] = P::stochastic(values[i], random.bits(i, kWeightStream));
     } else {
       encode_nearest<P>(values, raw);
     }
@@ -414,7 +416,7 @@ struct Weight<P, kStochastic, Split<R>, N> {
   FUSEDOPT_HD void read(float (&values)[N]) const { Split<R>::join(half, remainder, values); }
   template <bool kWhole>
   FUSEDOPT_HD void write(const TensorRow& row, Span span, float (&values)[N], uint32_t key) {
-    Split<R>::split(values, Random<8>(key, kWeightStream, span.offset), half, remainder);
+    Split<R>::split(values, Random<8, N>(key, kWeightStream / 2, span.offset), half, remainder);
     store<kWhole>(row.param, span, half);
     store<kWhole>(row.master, span, remainder);
   }
@@ -458,9 +460,14 @@ struct Layout<Signature<R, P, G, M, kStochastic, Codes...>> {
   static constexpr int kElements = kBlockScaled || kWidest < sizeof(float) ? 8 : 4;
   static constexpr int kThreads = 128;
   // Bounds the registers of a thread, so that enough warps wait for memory at once.
-  static constexpr int kBlocksPerMultiprocessor = kElements == 4         ? 12
-                                                  : sizeof...(Codes) < 3 ? 9
-                                                                         : 7;
+  static constexpr bool kNeedsMost =
+      sizeof...(Codes) == 3 || M::kBlockScaled || sizeof(typename P::Storage) == 1;
+  static constexpr bool kNeedsMore =
+      ((Codes::kBlockScaled && sizeof(typename Codes::Storage) == 2) || ...);
+  static constexpr int kBlocksPerMultiprocessor = kElements == 4 ? 12
+                                                  : kNeedsMost   ? 6
+                                                  : kNeedsMore   ? 8
+                                                                 : 9;
   template <int N>
   using WeightOf = Weight<P, kStochastic, M, N>;
   template <int N>
@@ -491,15 +498,28 @@ FUSEDOPT_HD void update_slice(const TensorRow& row, const Ready<typename S::Rule
     ready.rule.template apply<S::kStates>(values[i], grad[i] * ready.grad_factor, own, math[i]);
     for (int n = 0; n < S::kStates; ++n) state[n][i] = own[n];
   }
-  states.template write<kWhole>(row, span, state, ready.key, math);
   weight.template write<kWhole>(row, span, values, ready.key);
+  const Random<16, N> random(ready.key, 0, span.offset);  // rules have at most two random states
+  states.template write<kWhole>(row, span, state, random, math);
+}
+
+// A slice that reaches over its tensor's end, or whose memory is not aligned. Neither inlined nor
+// given what is read already: that would cost the others registers and instructions.
+template <class S, int N>
+FUSEDOPT_NOINLINE void update_partial_slice(const TensorRow* rows, const void* readies,
+                                            int64_t tensor, Span span) {
+  const TensorRow row = rows[tensor];
+  const auto ready = static_cast<const Ready<typename S::Rule>*>(readies)[tensor];
+  update_slice<S, N, false>(row, ready, span);
 }
 
 // One tile: the elements [begin, begin + kTile) of a tensor, of which this thread does N. A single
 // look at everything lets all of it be read side by side.
 template <class S, int N>
-FUSEDOPT_HD void update_tile(const TensorRow& row, const Ready<typename S::Rule>& ready,
+FUSEDOPT_HD void update_tile(const TensorRow* rows, const void* readies, int64_t tensor,
                              int64_t begin, int64_t tile, int64_t offset) {
+  const TensorRow row = rows[tensor];  // copied: no store can change them
+  const auto ready = static_cast<const Ready<typename S::Rule>*>(readies)[tensor];
   auto addresses = reinterpret_cast<uintptr_t>(ready.grad) |
                    reinterpret_cast<uintptr_t>(row.param) | reinterpret_cast<uintptr_t>(row.master);
   for (int n = 0; n < S::kStates; ++n) addresses |= reinterpret_cast<uintptr_t>(row.states[n]);
@@ -507,11 +527,9 @@ FUSEDOPT_HD void update_tile(const TensorRow& row, const Ready<typename S::Rule>
   const Span span = {offset, row.numel - 1};
   if (whole) {
     update_slice<S, N, true>(row, ready, span);
-    return;
+  } else if (ready.grad) {
+    update_partial_slice<S, N>(rows, readies, tensor, span);
   }
-#if !defined(FUSEDOPT_ONLY_WHOLE_TILES)  // a test compiles the path that counts alone
-  if (ready.grad) update_slice<S, N, false>(row, ready, span);
-#endif
 }
 
 #if defined(__CUDACC__)
@@ -538,17 +556,27 @@ __global__ void __launch_bounds__(128)
   if (index < args.tensors) advance_tensor<Rule>(args, words, index);
 }
 
+// A table of every tile's tensor would take fewer instructions, but each of its entries is read
+// once, from far away, and everything else waits for that.
+__device__ __forceinline__ int tensor_of(const TileIndex& index, uint32_t tile) {
+  int tensor = 0;
+  FUSEDOPT_UNROLL
+  for (int level = 0; level < TileIndex::kMaxLevels; ++level) {
+    if (level == index.levels) break;
+    const int entry = tensor * 32 + static_cast<int>(threadIdx.x % 32);
+    const uint32_t start = index.starts[index.offsets[level] + entry];
+    tensor = tensor * 32 + __popc(__ballot_sync(0xffffffffu, start <= tile)) - 1;
+  }
+  return tensor;
+}
+
 template <class S>
 __global__ void __launch_bounds__(Layout<S>::kThreads, Layout<S>::kBlocksPerMultiprocessor)
-    update_kernel(const Update args) {
-  using Rule = typename S::Rule;
+    update_kernel(const __grid_constant__ Update args) {
   constexpr int64_t kTile = Layout<S>::kThreads * Layout<S>::kElements;
-  const int tensor = args.tiles[blockIdx.x];
-  // Copied: no store can change them.
-  const Ready<Rule> ready = static_cast<const Ready<Rule>*>(args.ready)[tensor];
-  const TensorRow row = args.rows[tensor];
-  const int64_t begin = (static_cast<int64_t>(blockIdx.x) - row.first_tile) * kTile;
-  update_tile<S, Layout<S>::kElements>(row, ready, begin, kTile,
+  const int tensor = tensor_of(args.index, blockIdx.x);
+  const int64_t begin = (blockIdx.x - args.rows[tensor].first_tile) * kTile;
+  update_tile<S, Layout<S>::kElements>(args.rows, args.ready, tensor, begin, kTile,
                                        begin + threadIdx.x * Layout<S>::kElements);
 }
 
@@ -586,7 +614,8 @@ __device__ __forceinline__ double block_sum(double value) {
 // A fixed number of blocks, each with its tiles in order, and the last to finish adds up what they
 // found in order: the same bits every time.
 template <class S>
-__global__ void __launch_bounds__(Layout<S>::kThreads) norm_kernel(const Norm args) {
+__global__ void __launch_bounds__(Layout<S>::kThreads)
+    norm_kernel(const __grid_constant__ Norm args) {
   using Rule = typename S::Rule;
   using Grad = typename S::Grad;
   constexpr int N = Layout<S>::kElements;
@@ -599,7 +628,7 @@ __global__ void __launch_bounds__(Layout<S>::kThreads) norm_kernel(const Norm ar
     for (int i = 0; i < kAhead; ++i) {
       const int64_t tile = first + i * static_cast<int64_t>(gridDim.x);
       if (tile >= args.num_tiles) continue;
-      const int tensor = args.tiles[tile];
+      const int tensor = tensor_of(args.index, static_cast<uint32_t>(tile));
       const void* grad = static_cast<const Ready<Rule>*>(args.ready)[tensor].grad;
       if (!grad) continue;
       const TensorRow& row = args.rows[tensor];

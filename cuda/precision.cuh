@@ -48,6 +48,9 @@ FUSEDOPT_HD float larger_or_nan(float a, float b) { return b > a || b != b ? b :
 struct Exact {
   FUSEDOPT_HD float sqrt(float x) { return ::sqrtf(x); }
   static FUSEDOPT_HD float inverse(float x) { return 1 / x; }
+  static FUSEDOPT_HD float denominator(float root, float factor, float eps) {
+    return fused_multiply_add(root, factor, eps);
+  }
   static FUSEDOPT_HD float minus_quotient(float x, float a, float b) { return x - a / b; }
 };
 
@@ -57,12 +60,13 @@ struct Approximate {
   float argument, root;
   bool known = false;
 
+  // Zero of a subnormal number: whoever keeps roots has to look at those.
   FUSEDOPT_HD float sqrt(float x) {
     if (known && float_bits(x) == float_bits(argument)) return root;
     known = true;
     argument = x;
 #ifdef __CUDA_ARCH__
-    asm("sqrt.approx.f32 %0, %1;" : "=f"(root) : "f"(x));
+    asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(x));
 #else
     root = ::sqrtf(x);
 #endif
@@ -80,6 +84,11 @@ struct Approximate {
 #endif
   }
 
+  // Without an eps, what counts as a root of zero must not be divided by: it is at most 2^-63.
+  static FUSEDOPT_HD float denominator(float root, float factor, float eps) {
+    return fused_multiply_add(root, factor, fmaxf(eps, factor * power_of_two(-63)));
+  }
+
   static FUSEDOPT_HD float minus_quotient(float x, float a, float b) {
     return fused_multiply_add(-a, inverse(b), x);
   }
@@ -90,8 +99,16 @@ struct Approximate {
 // the halves of a 32 x 32 -> 64 bit product, two instructions.
 
 FUSEDOPT_HD uint32_t fold_product(uint32_t x, uint32_t factor) {
+#ifdef __CUDA_ARCH__  // the compiler would multiply twice
+  uint32_t low, high;
+  asm("{.reg .b64 product; mul.wide.u32 product, %2, %3; mov.b64 {%0, %1}, product;}"
+      : "=r"(low), "=r"(high)
+      : "r"(x), "r"(factor));
+  return high ^ low;
+#else
   const uint64_t product = uint64_t{x} * factor;
   return static_cast<uint32_t>(product >> 32) ^ static_cast<uint32_t>(product);
+#endif
 }
 
 FUSEDOPT_HD uint32_t hash32(uint32_t x) {
@@ -105,33 +122,25 @@ FUSEDOPT_HD uint32_t step_key(uint32_t seed, float step) {
   return hash32(hash32(seed) + static_cast<uint32_t>(step));
 }
 
-// kBits random bits per element: a draw serves neighbours, and two streams. `offset` is a multiple
-// of the elements of a draw.
-template <int kBits>
+// kBits random bits for each of N elements in two streams: the highest ones of a draw times a
+// factor, so that one draw serves neighbours and both streams. `offset` is a multiple of kPerDraw.
+template <int kBits, int N>
 struct Random {
   static constexpr int kPerDraw = 32 / kBits;
-  uint32_t base;
-  uint32_t stream;
-  FUSEDOPT_HD Random(uint32_t key, uint32_t stream, int64_t offset)
-      : base(hash32(key + stream / 2 * kStreamSalt)), stream(stream) {
+  uint32_t draws[N / kPerDraw];
+
+  FUSEDOPT_HD Random(uint32_t key, uint32_t pair_of_streams, int64_t offset) {
     const uint64_t draw = static_cast<uint64_t>(offset) / kPerDraw;
-    base ^= static_cast<uint32_t>(draw) ^ static_cast<uint32_t>(draw >> 32) * kStreamSalt;
+    const uint32_t base = hash32(key + pair_of_streams * kStreamSalt) ^
+                          static_cast<uint32_t>(draw) ^
+                          static_cast<uint32_t>(draw >> 32) * kStreamSalt;
+    FUSEDOPT_UNROLL
+    for (int i = 0; i < N / kPerDraw; ++i) draws[i] = hash32(base ^ static_cast<uint32_t>(i));
   }
-  FUSEDOPT_HD uint32_t draw(int i) const {
-    const uint32_t draw = hash32(base ^ static_cast<uint32_t>(i / kPerDraw));
-    return stream % 2 ? draw * 0xd6e8feb9u : draw;
-  }
-  FUSEDOPT_HD uint32_t operator()(int i) const {
-    return draw(i) >> i % kPerDraw * kBits & ((1u << kBits) - 1);
-  }
-  // 2^23 plus the bits, as a float.
-  FUSEDOPT_HD float number(int i) const {
-#ifdef __CUDA_ARCH__
-    static_assert(kBits == 16, "a byte permutation takes halves of a draw");
-    return bits_float(__byte_perm(draw(i), 0x4b00, i % 2 ? 0x5432 : 0x5410));
-#else
-    return bits_float(0x4b000000u | (*this)(i));
-#endif
+
+  FUSEDOPT_HD uint32_t bits(int i, int stream) const {
+    constexpr uint32_t kFactors[] = {1, 0x2c9277b5u, 0xac564b05u, 0x5f356495u};
+    return draws[i / kPerDraw] * kFactors[(i % kPerDraw + stream * kPerDraw) % 4] >> (32 - kBits);
   }
 };
 
@@ -200,24 +209,25 @@ struct Minifloat {
   }
 
   // A number of this format next to x, the upper with the probability of x's distance to the lower.
-  // random is 2^23 plus 16 random bits. In units of 2^-16 of a step of this format they are noise
+  // `random` has 16 bits. In units of 2^-16 of a step of this format they are noise
   // in [0, 1) after an offset of 128 steps; the sum is rounded to about such units, so that a value
   // a few ulp of fp32 off a number of this format always returns to it. fp16 leaves no room for
   // that: its noise is a middle of fewer intervals. x is finite or NaN.
-  static FUSEDOPT_HD float dither(float x, float random) {
+  static FUSEDOPT_HD float dither(float x, uint32_t random) {
     constexpr int32_t kUnit = (16 + kMantissa) << 23;
     const auto tiny = static_cast<int32_t>(float_bits(power_of_two(kSmallestNormal)));
     const auto exponent = static_cast<int32_t>(float_bits(x) & 0x7f800000u);
-    if constexpr (kMantissa > 7) random = bits_float((float_bits(random) & 0xffffffc0u) | 0x20u);
+    if constexpr (kMantissa > 7) random = (random & 0xffc0u) | 0x20u;
+    const float noise = bits_float(0x4b000000u + random);  // 2^23 + random
 #ifdef __CUDA_ARCH__
     const float unit = bits_float(__viaddmax_s32(exponent, -kUnit, tiny - kUnit));
-    const float raised = __fmaf_rn(random, unit, x);
+    const float raised = __fmaf_rn(noise, unit, x);
     // A number this large has no bits below a step: adding it, rounded down, is floor.
     constexpr float kFloor = 1.5f * (1ull << 39);
     return __fmaf_rn(unit, -kFloor, __fmaf_rz(unit, kFloor - 8388608.0f, raised));
 #else
     const int32_t binade = exponent > tiny ? exponent : tiny;
-    const float raised = random * bits_float(binade - kUnit) + x;
+    const float raised = noise * bits_float(binade - kUnit) + x;
     const float step = bits_float(binade - (kMantissa << 23));
     const float steps = floorf(raised * bits_float((254 << 23) - float_bits(step)));
     return (steps - 128) * step;
@@ -348,10 +358,11 @@ struct Stream {
     return scale > power_of_two(-126) ? scale : power_of_two(-126);
   }
 
-  // Overwrites the values, which are roots already where roots are kept.
+  // Overwrites `values`: the numbers, or where roots are kept those of `squares`.
   template <int N>
-  static FUSEDOPT_HD void encode(float (&values)[N], float inverse_scale, bool all_finite,
-                                 Random<16> random, Storage (&raw)[N]) {
+  static FUSEDOPT_HD void encode(float (&values)[N], const float (&squares)[N], float inverse_scale,
+                                 bool all_finite, const Random<16, N>& random, int stream,
+                                 Storage (&raw)[N]) {
     if constexpr (kBlockScaled) {
       FUSEDOPT_UNROLL
       for (int i = 0; i < N; ++i) values[i] *= inverse_scale;
@@ -372,20 +383,21 @@ struct Stream {
         if (smallest < float_bits(kSmallest)) {  // rare: 2^17 below the block's largest
           FUSEDOPT_UNROLL
           for (int i = 0; i < N; ++i) {
-            if (values[i] > 0 && values[i] < kSmallest) values[i] = kSmallest;
+            if (squares[i] < power_of_two(-126)) values[i] = ::sqrtf(squares[i]) * inverse_scale;
+            if (squares[i] > 0 && values[i] < kSmallest) values[i] = kSmallest;
           }
         }
       }
       if constexpr (kRole != Role::kMaximum) {
         FUSEDOPT_UNROLL
-        for (int i = 0; i < N; ++i) values[i] = Code::dither(values[i], random.number(i));
+        for (int i = 0; i < N; ++i) values[i] = Code::dither(values[i], random.bits(i, stream));
       }
       encode_nearest<Code>(values, raw);
     } else if constexpr (kRole == Role::kMaximum) {
       encode_nearest<Code>(values, raw);
     } else {
       FUSEDOPT_UNROLL
-      for (int i = 0; i < N; ++i) raw[i] = Code::stochastic(values[i], random(i));
+      for (int i = 0; i < N; ++i) raw[i] = Code::stochastic(values[i], random.bits(i, stream));
     }
     if constexpr (kKeepsNonzero && !kBlockScaled) {
       FUSEDOPT_UNROLL
@@ -432,13 +444,13 @@ struct Split {
 
   // random gives kMissing bits; they change no infinity's remainder.
   template <int N>
-  static FUSEDOPT_HD void split(const float (&values)[N], Random<8> random, uint16_t (&halves)[N],
-                                R (&remainders)[N]) {
+  static FUSEDOPT_HD void split(const float (&values)[N], const Random<8, N>& random,
+                                uint16_t (&halves)[N], R (&remainders)[N]) {
     uint32_t bits[N];
     FUSEDOPT_UNROLL
     for (int i = 0; i < N; ++i) {
       bits[i] = values[i] == values[i] ? float_bits(values[i]) : 0x7fc00000u;
-      if (kMissing > 0) bits[i] += random(i);
+      if (kMissing > 0) bits[i] += random.bits(i, 0);
     }
 #ifdef __CUDA_ARCH__
     uint32_t words[N / 2], missing[sizeof remainders / 4];

@@ -54,7 +54,7 @@ struct Adam {
     exp_avg_sq = fused_multiply_add(one_minus_beta2 * grad, grad, beta2 * exp_avg_sq);
     float second = exp_avg_sq;
     if constexpr (kStates == 3) second = state[2] = larger_or_nan(state[2], exp_avg_sq);
-    const float denominator = fused_multiply_add(math.sqrt(second), root_factor, eps);
+    const float denominator = math.denominator(math.sqrt(second), root_factor, eps);
     param = math.minus_quotient(param, exp_avg, denominator);
   }
 };
