@@ -11,6 +11,7 @@ How one step runs:
         advance<<<>>>          cuda/multi_tensor.cuh   step counters, found_inf, bias corrections
         update<<<>>>           cuda/multi_tensor.cuh   tile -> slice: load, update, store
           Adam::apply()        cuda/update_rules.cuh   the algorithm, one element
+      (with max_grad_norm, norm<<<>>> of cuda/gradients.cuh reads all gradients first)
     back: parameters and states changed in place; step() returns the closure's loss
 
 Without a compiler, or on other devices, the same step runs as plain PyTorch operations.
@@ -61,6 +62,7 @@ __all__ = [
     "FusedLion",
     "FusedOptWarning",
     "FusedSGD",
+    "clip_grad_norm_",
     "fp8_dequantize",
     "fp8_parameter",
     "step_in_backward",
@@ -949,6 +951,14 @@ class _Row(NamedTuple):
     grad_dtype: torch.dtype | None
 
 
+class _Scaling(NamedTuple):
+    """What a GradScaler asks of a step, on the device."""
+
+    grad_scale: Tensor | None  # to divide by
+    found_inf: Tensor | None  # not zero: skip the step
+    is_checked: bool = True  # or else the norm of the gradients has to find out
+
+
 class _DevicePlan(NamedTuple):
     """The plan of one device, and where gradients come from if not from p.grad."""
 
@@ -985,6 +995,15 @@ def _load_kernels(backend: str, signatures: Sequence[_Signature]) -> tuple[Any, 
 
 
 _STEP_SOURCES = {"cuda": "step.cu", "cpu": "step.cpp"}
+_GRADIENT_SOURCES = {"cuda": "gradients.cu", "cpu": "gradients.cpp"}
+
+
+def _load_gradient_kernels(backend: str) -> int:
+    """The address of the kernels for the norm of gradients."""
+    source = _GRADIENT_SOURCES[backend]
+    library = _load("gradients", backend, (source,), python_module=False)
+    library.fusedopt_gradient_kernels.restype = ctypes.c_void_p
+    return int(library.fusedopt_gradient_kernels())
 
 
 class _TorchPlan:
@@ -1046,14 +1065,16 @@ class _TorchPlan:
         return fits
 
     @torch.no_grad()
-    def norm_sq(self, groups: list[dict[str, Any]]) -> Tensor:
-        """The sum of squares of what was gathered, one number."""
-        wide = torch.float64 if self.device.type != "mps" else torch.float32
-        total = torch.zeros(1, dtype=wide, device=self.device)
-        for grad in self.grads:
-            if grad is not None:
-                total += grad.float().square().sum(dtype=wide)
-        return total
+    def norm_sq(
+        self, groups: list[dict[str, Any]], kernels: int, found_inf: Tensor | None
+    ) -> Tensor:
+        """The sum of squares of what was gathered, one number; found_inf is set to one or zero."""
+        grads = [grad for grad in self.grads if grad is not None]
+        if found_inf is not None:
+            found_inf.zero_()
+            for grad in grads:
+                found_inf.masked_fill_(~grad.isfinite().all(), 1.0)
+        return _sum_of_squares(grads, self.device)
 
     @torch.no_grad()
     def launch(
@@ -1111,6 +1132,14 @@ class _TorchPlan:
         writes += _write_weight(place, form, state, weight, noise)
         for target, value in writes:
             target.copy_(value if found_inf is None else torch.where(found_inf != 0, target, value))
+
+
+def _sum_of_squares(grads: Iterable[Tensor], device: torch.device) -> Tensor:
+    wide = torch.float64 if device.type != "mps" else torch.float32
+    total = torch.zeros(1, dtype=wide, device=device)
+    for grad in grads:
+        total += grad.to(wide).square().sum()
+    return total
 
 
 def _on(device: torch.device, flag: Tensor | None) -> Tensor | None:
@@ -1254,6 +1283,7 @@ class _FusedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"seed must be an integer in [0, 2**32), got {seed!r}")
         self.max_grad_norm, self.grad_norm = max_grad_norm, None
         self._skipped: Tensor | None = None
+        self._found_inf: Tensor | None = None  # where a norm notes it
         self._in_backward: _StepInBackward | None = None
         self._seed = seed
         self._grad_none = True if set_grad_none is None else set_grad_none
@@ -1720,13 +1750,12 @@ class _FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        scaling = self._scaling(**options)
         if self._in_backward is not None:
-            return self._in_backward.end_of_iteration(loss, self._scaling(**options))
-        grad_scale, found_inf = self._scaling(**options)
-        if found_inf is not None:
-            if self._skipped is None or self._skipped.device != found_inf.device:
-                self._skipped = torch.zeros((), dtype=torch.bool, device=found_inf.device)
-            torch.ne(found_inf, 0, out=self._skipped)
+            return self._in_backward.end_of_iteration(loss, scaling)
+        grad_scale, found_inf = scaling.grad_scale, scaling.found_inf
+        if scaling.is_checked:
+            self._note_skip(found_inf)
         if self._plans and (self._version_of_state() != self._planned_state or self._fp8_moved()):
             self._forget_plans()  # somebody put another tensor into a state
         if (
@@ -1740,7 +1769,11 @@ class _FusedOptimizer(torch.optim.Optimizer):
             self._make_plans()
             if not self._gather():
                 raise RuntimeError("gradients changed while the step was prepared")
-        norm_sq = None if self.max_grad_norm is None else self._norm_sq()
+        norm_sq = None
+        if self.max_grad_norm is not None:
+            norm_sq = self._norm_sq(None if scaling.is_checked else found_inf)
+            if not scaling.is_checked:
+                self._note_skip(found_inf)
         for i, made in enumerate(self._plans):
             made.plan.launch(
                 groups=self.param_groups,
@@ -1764,9 +1797,30 @@ class _FusedOptimizer(torch.optim.Optimizer):
             self.state = _State(self.state)
         return id(self.state), self.state.changes[0]
 
-    def _norm_sq(self) -> Tensor | None:
-        """The sum of squares of all gradients, on the first plan's device."""
-        sums: list[Tensor] = [made.plan.norm_sq(self.param_groups) for made in self._plans]
+    def _note_skip(self, found_inf: Tensor | None) -> None:
+        if found_inf is not None:
+            if self._skipped is None or self._skipped.device != found_inf.device:
+                self._skipped = torch.zeros((), dtype=torch.bool, device=found_inf.device)
+            torch.ne(found_inf, 0, out=self._skipped)
+
+    def _norm_sq(self, found_inf: Tensor | None) -> Tensor | None:
+        """The sum of squares of all gradients, on the first plan's device.
+
+        Args:
+            found_inf: one fp32 number, set to 1 if a gradient is infinite or NaN and to 0 if not.
+        """
+        sums: list[Tensor] = []
+        flags: list[Tensor | None] = [None] * len(self._plans)
+        if len(self._plans) == 1 and _on(self._plans[0].device, found_inf) is found_inf:
+            flags = [found_inf]
+        elif found_inf is not None:
+            found_inf.zero_()
+            flags = [torch.zeros((), device=made.device) for made in self._plans]
+        for made, flag in zip(self._plans, flags, strict=True):
+            kernels = 0 if made.backend == "torch" else _load_gradient_kernels(made.backend)
+            sums.append(made.plan.norm_sq(self.param_groups, kernels, flag))
+            if found_inf is not None and flag is not None and flag is not found_inf:
+                found_inf += flag.to(found_inf.device, non_blocking=True)
         if not sums:
             return None
         if self.grad_norm is None:
@@ -1792,25 +1846,29 @@ class _FusedOptimizer(torch.optim.Optimizer):
             for made in self._plans
         )
 
-    def _scaling(self, grad_scaler: Any = None) -> tuple[Tensor | None, Tensor | None]:
-        """The loss scale to divide by and the flag that skips the step, both on the device."""
+    def _scaling(self, grad_scaler: Any = None) -> _Scaling:
         if grad_scaler is not None and grad_scaler.is_enabled():
-            grad_scale, found_inf = self._scaling_of(grad_scaler)
-        else:
-            grad_scale = self.__dict__.get("grad_scale")  # GradScaler.step sets both for a while
-            found_inf = self.__dict__.get("found_inf")
+            return self._scaling_of(grad_scaler)
+        grad_scale = self.__dict__.get("grad_scale")  # GradScaler.step sets both for a while
+        found_inf = self.__dict__.get("found_inf")
         if isinstance(found_inf, Tensor):
-            return grad_scale, found_inf.reshape(())
-        return grad_scale, None
+            return _Scaling(grad_scale, found_inf.reshape(()))
+        return _Scaling(grad_scale, None)
 
-    def _scaling_of(self, grad_scaler: Any) -> tuple[Tensor | None, Any]:
+    def _scaling_of(self, grad_scaler: Any) -> _Scaling:
         """What GradScaler.step would have set, for a scaler that was handed to step()."""
         record = grad_scaler._per_optimizer_states[id(self)]
+        scale = grad_scaler._get_scale_async()
+        if record["stage"] is OptState.READY and self.max_grad_norm is not None:
+            if self._found_inf is None or self._found_inf.device != scale.device:
+                self._found_inf = torch.zeros((), device=scale.device)
+            record["found_inf_per_device"] = {scale.device: self._found_inf}
+            return _Scaling(scale, self._found_inf, is_checked=False)
         if record["stage"] is OptState.READY:
             grad_scaler._check_inf_per_device(self)
-        scale = grad_scaler._get_scale_async()
         flags = [flag.to(scale.device) for flag in record["found_inf_per_device"].values()]
-        return None if record["stage"] is OptState.UNSCALED else scale, sum(flags)
+        found_inf = torch.stack(flags).sum(dim=0).reshape(()) if flags else None
+        return _Scaling(None if record["stage"] is OptState.UNSCALED else scale, found_inf)
 
     # -- checkpoints
 
@@ -2036,7 +2094,7 @@ class _FusedOptimizer(torch.optim.Optimizer):
             for key, values in state["state"].items()
         }
         super().__setstate__({**state, "state": _State(unpacked)})
-        for name in ("_in_backward", "_skipped"):
+        for name in ("_in_backward", "_skipped", "_found_inf"):
             self.__dict__.setdefault(name, None)
         self._grad_dtypes = {}
         self._forget_plans()
@@ -2085,9 +2143,9 @@ class _StepInBackward:
             hook.remove()
         self.optimizer._in_backward = None
 
-    def end_of_iteration(self, loss: Any, scaling: tuple[Tensor | None, Tensor | None]) -> Any:
+    def end_of_iteration(self, loss: Any, scaling: _Scaling) -> Any:
         """What step() does meanwhile: nothing is left to update."""
-        if any(part is not None for part in scaling):
+        if scaling.grad_scale is not None or scaling.found_inf is not None:
             raise RuntimeError(
                 "step_in_backward() cannot be combined with a GradScaler: gradients are used "
                 "before all of them are known to be finite"
@@ -2111,6 +2169,111 @@ class _StepInBackward:
             if not made.plan.step(optimizer.param_groups, None, None):
                 raise RuntimeError("the gradient changed while the step was prepared")
         param.grad = None
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Scale gradients so that their norm, as of one vector, is at most ``max_norm``.
+
+    `torch.nn.utils.clip_grad_norm_` in two launches per device, for any mix of dtypes and without
+    waiting for the device. An optimizer of this module with ``max_grad_norm`` clips in its step
+    instead and writes no gradient.
+
+    Args:
+        parameters: a tensor or several, whose ``grad`` is clipped in place.
+        max_norm: not negative.
+        norm_type: other norms than 2 are left to torch.
+        error_if_nonfinite: wait for the norm, and raise RuntimeError if it is infinite or NaN.
+        foreach: accepted for torch's sake.
+
+    Returns:
+        The norm before clipping, 0-dim, fp32, on the device of the first gradient. Gradients that
+        are DTensors count with all their shards.
+
+    Raises:
+        ValueError: max_norm is negative or NaN.
+        RuntimeError: the norm is infinite or NaN, and that was to be an error; no gradient changed.
+    """
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if not _as_number(max_norm, "max_norm") >= 0:
+        raise ValueError(f"max_norm must be 0 or more, got {max_norm}")
+    grads = [param.grad for param in parameters if param.grad is not None]
+    if not grads:
+        return torch.zeros(())
+    parts: dict[_Part, list[Tensor]] = {}
+    for grad in grads:
+        shards = _shards_of(grad)
+        local = grad if shards is None else grad.to_local()  # type: ignore[attr-defined]
+        parts.setdefault(_Part(local.device, shards), []).append(local)
+    lists = [_gradient_list(part, local) for part, local in parts.items()]
+    if float(norm_type) != 2.0 or None in lists:
+        norm = torch.nn.utils.clip_grad_norm_(
+            parameters, max_norm, norm_type, error_if_nonfinite, foreach
+        )
+        return norm if _shards_of(norm) is None else norm.full_tensor()  # type: ignore[attr-defined]
+    sums = [_over_shards(made.norm_sq(), part) for part, made in zip(parts, lists, strict=True)]
+    device = sums[0].device
+    total = sums[0]
+    if len(sums) > 1:
+        total = torch.stack([part.to(device) for part in sums]).sum(dim=0)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(f"the norm of the gradients is {float(total.sqrt())}; none was changed")
+    norms = [
+        made.clip(_on(part.device, total), float(max_norm))
+        for part, made in zip(parts, lists, strict=True)
+    ]
+    norm = norms[0]
+    assert isinstance(norm, Tensor)
+    return norm
+
+
+class _Part(NamedTuple):
+    """Which gradients are summed up together: those of one device, sharded alike."""
+
+    device: torch.device
+    shards: tuple[Any, Any] | None  # a DTensor's mesh and placements
+
+
+_gradient_lists: dict[_Part, Any] = {}  # what was sent to a device stays there
+
+
+def _gradient_list(part: _Part, grads: list[Tensor]) -> Any:
+    """The compiled clipping of these gradients, or None where they are left to torch."""
+    backend = _backend_for(part.device.type)
+    if backend == "torch":
+        return None
+    if part not in _gradient_lists:
+        bindings, _ = _load_kernels(backend, ())
+        kernels = _load_gradient_kernels(backend)
+        _gradient_lists[part] = bindings.GradientList(part.device, kernels)
+    made = _gradient_lists[part]
+    return made if made.gather(grads) else None
+
+
+def _shards_of(tensor: Tensor) -> tuple[Any, Any] | None:
+    """The mesh and placements of a DTensor."""
+    if type(tensor) is Tensor or not hasattr(tensor, "placements"):
+        return None
+    dtensor: Any = tensor
+    return dtensor.device_mesh, dtensor.placements
+
+
+def _over_shards(norm_sq: Tensor, part: _Part) -> Tensor:
+    """A sum over local gradients, added up over the ranks that hold other shards."""
+    if part.shards is not None:
+        mesh, placements = part.shards
+        for dim, placement in enumerate(placements):
+            if placement.is_partial():
+                raise RuntimeError("the norm of a gradient that is a partial sum is not defined")
+            if placement.is_shard():
+                torch.distributed.all_reduce(norm_sq, group=mesh.get_group(dim))
+    return norm_sq
 
 
 def step_in_backward(model: torch.nn.Module, optimizer: _FusedOptimizer) -> _StepInBackward:

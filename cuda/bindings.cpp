@@ -94,6 +94,254 @@ struct Entry {
   int32_t signature;  // -1: watched
 };
 
+at::Tensor to_device(const void* data, size_t bytes, at::Device device) {
+  const at::Tensor host = at::empty({static_cast<int64_t>(bytes)}, at::kByte);
+  std::memcpy(host.data_ptr(), data, bytes);
+  return host.to(device);
+}
+
+void check(int error) {
+#if defined(FUSEDOPT_CUDA)
+  C10_CUDA_CHECK(static_cast<cudaError_t>(error));
+#else
+  TORCH_INTERNAL_ASSERT(error == 0);
+#endif
+}
+
+// All tiles in one launch, or divided among CPU threads.
+template <class Args, class F>
+void for_tiles(const Args& args, F launch) {
+#if defined(FUSEDOPT_CUDA)
+  check(launch(args));
+#else
+  at::parallel_for(0, args.num_tiles, 4, [&](int64_t begin, int64_t end) {
+    Args part = args;
+    part.first_tile = begin;
+    part.num_tiles = end - begin;
+    check(launch(part));
+  });
+#endif
+}
+
+// The current stream of a device, made current for as long as this lives.
+class Stream {
+ public:
+#if defined(FUSEDOPT_CUDA)
+  explicit Stream(at::Device device)
+      : guard_(device), stream_(c10::cuda::getCurrentCUDAStream(device.index())) {
+    cudaStreamCaptureStatus status;
+    C10_CUDA_CHECK(cudaStreamIsCapturing(stream_.stream(), &status));
+    is_capturing_ = status != cudaStreamCaptureStatusNone;
+  }
+  void* get() const { return stream_.stream(); }
+  bool is_capturing() const { return is_capturing_; }
+
+ private:
+  c10::cuda::CUDAGuard guard_;
+  c10::cuda::CUDAStream stream_;
+  bool is_capturing_;
+#else
+  explicit Stream(at::Device) {}
+  void* get() const { return nullptr; }
+  bool is_capturing() const { return false; }
+#endif
+};
+
+// The tiles of some tensors, and the TileIndex that finds a tile's tensor.
+class Tiles {
+ public:
+  Tiles() = default;
+  Tiles(const std::vector<int64_t>& numels, int64_t tile_elements, at::Device device) {
+    std::vector<std::vector<uint32_t>> levels(1);
+    for (const int64_t numel : numels) {
+      levels[0].push_back(static_cast<uint32_t>(count));
+      count += (numel + tile_elements - 1) / tile_elements;
+      TORCH_CHECK(count < std::numeric_limits<int32_t>::max(), "too many elements");
+    }
+    while (true) {
+      auto& level = levels.back();
+      level.resize((level.size() + 31) / 32 * 32, std::numeric_limits<uint32_t>::max());
+      if (level.size() <= 32) break;
+      std::vector<uint32_t> coarser;
+      for (size_t i = 0; i < level.size(); i += 32) coarser.push_back(level[i]);
+      levels.push_back(std::move(coarser));
+    }
+    TORCH_CHECK(levels.size() <= TileIndex::kMaxLevels, "too many tensors");
+    std::vector<uint32_t> all;
+    for (auto level = levels.rbegin(); level != levels.rend(); ++level) {
+      index.offsets[index.levels++] = static_cast<int32_t>(all.size());
+      all.insert(all.end(), level->begin(), level->end());
+    }
+    table_ = to_device(all.data(), all.size() * sizeof(uint32_t), device);
+    index.starts = static_cast<const uint32_t*>(table_.data_ptr());
+    index.first_tiles = index.starts + index.offsets[index.levels - 1];
+    index.tensors = static_cast<int64_t>(levels[0].size());
+  }
+
+  TileIndex index = {};
+  int64_t count = 0;
+
+ private:
+  at::Tensor table_;
+};
+
+// Words that kernels read on the device: sent when they changed. A captured graph sends its own at
+// every replay, to a place of its own.
+class WordsOnDevice {
+ public:
+  const uint64_t* send(const std::vector<uint64_t>& words, at::Device device, bool is_capturing,
+                       std::vector<at::Tensor>& kept_for_graphs) {
+    if (is_capturing || words != sent_) {
+      const auto bytes = static_cast<int64_t>(words.size() * sizeof(uint64_t));
+      const auto byte = at::TensorOptions(at::kByte);
+      const at::Tensor staging = at::empty({bytes}, byte.pinned_memory(device.is_cuda()));
+      std::memcpy(staging.data_ptr(), words.data(), bytes);
+      if (is_capturing || !table_.defined() || table_.numel() != bytes) {
+        table_ = at::empty({bytes}, byte.device(device));
+      }
+      table_.copy_(staging, /*non_blocking=*/true);
+      sent_ = words;
+      if (is_capturing) {
+        kept_for_graphs.insert(kept_for_graphs.end(), {staging, table_});
+        table_ = at::Tensor();
+        sent_.clear();
+        return reinterpret_cast<const uint64_t*>(kept_for_graphs.back().data_ptr());
+      }
+    }
+    return reinterpret_cast<const uint64_t*>(table_.data_ptr());
+  }
+
+ private:
+  at::Tensor table_;
+  std::vector<uint64_t> sent_;
+};
+
+// The sum of squares of gradients, one fp64 number on the device.
+class SumOfSquares {
+ public:
+  // args: rows, places, place_bytes. The result is overwritten by the next.
+  at::Tensor operator()(Gradients args, const Tiles& tiles, const GradientKernels& kernels,
+                        const OptionalTensor& found_inf, at::Device device) {
+    if (!total_.defined()) {
+#if defined(FUSEDOPT_CUDA)
+      const int64_t partials = kNormBlocks;
+#else
+      const int64_t partials = std::max<int64_t>(tiles.count, 1);
+#endif
+      const auto numbers = at::TensorOptions(at::kDouble).device(device);
+      partials_ = at::empty({partials}, numbers);
+      arrived_ = at::empty({1}, numbers.dtype(at::kInt)).zero_();
+      total_ = at::empty({1}, numbers);
+    }
+    if (found_inf && (tiles.count == 0 || !device.is_cuda())) found_inf->zero_();
+    if (tiles.count == 0) return total_.zero_();
+    args.index = tiles.index;
+    args.num_tiles = tiles.count;
+    args.partials = partials_.data_ptr<double>();
+    args.arrived = static_cast<uint32_t*>(arrived_.data_ptr());
+    args.total = total_.data_ptr<double>();
+    args.found_inf = pointer_or_null<float>(found_inf);
+    const Stream stream(device);
+    for_tiles(args, [&](const Gradients& part) { return kernels.norm(part, stream.get()); });
+#if !defined(FUSEDOPT_CUDA)
+    *args.total = 0;
+    for (int64_t tile = 0; tile < tiles.count; ++tile) *args.total += args.partials[tile];
+#endif
+    return total_;
+  }
+
+ private:
+  at::Tensor partials_, arrived_, total_;
+};
+
+std::optional<GradientCode> gradient_code(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat:
+      return GradientCode::kF32;
+    case at::kBFloat16:
+      return GradientCode::kBF16;
+    case at::kHalf:
+      return GradientCode::kF16;
+    default:
+      return std::nullopt;
+  }
+}
+
+// Gradients that are summed up and clipped outside of a step. What is sent to the device stays
+// there until it changes.
+class GradientList {
+ public:
+  GradientList(at::Device device, int64_t kernels)
+      : device_(device), kernels_(*reinterpret_cast<const GradientKernels*>(kernels)) {}
+
+  // False, if one of them cannot be clipped here: another device, dtype or layout than dense fp32,
+  // bf16 or fp16.
+  bool gather(const std::vector<at::Tensor>& grads) {
+    places_.clear();
+    bool is_known = grads.size() == rows_.size();
+    for (size_t i = 0; i < grads.size(); ++i) {
+      const at::Tensor& grad = grads[i];
+      const auto code = gradient_code(grad.scalar_type());
+      if (!code || grad.layout() != at::kStrided || grad.device() != device_ || grad.is_neg() ||
+          !grad.is_non_overlapping_and_dense()) {
+        return false;
+      }
+      places_.push_back(reinterpret_cast<uint64_t>(grad.data_ptr()));
+      is_known = is_known && rows_[i].numel == grad.numel() && rows_[i].grad_code == *code;
+    }
+    if (!is_known) {
+      std::vector<int64_t> numels;
+      rows_.assign(grads.size(), TensorRow());
+      for (size_t i = 0; i < grads.size(); ++i) {
+        numels.push_back(rows_[i].numel = grads[i].numel());
+        rows_[i].grad_code = *gradient_code(grads[i].scalar_type());
+      }
+      rows_table_ = to_device(rows_.data(), rows_.size() * sizeof(TensorRow), device_);
+      tiles_ = Tiles(numels, kernels_.tile_elements, device_);
+      sum_ = SumOfSquares();
+    }
+    return true;
+  }
+
+  at::Tensor norm_sq() { return sum_(arguments(), tiles_, kernels_, std::nullopt, device_); }
+
+  // Scales what was gathered so that its norm, whose square is given, is at most max_norm.
+  at::Tensor clip(const at::Tensor& norm_sq, double max_norm) {
+    const at::Tensor norm = at::empty({}, at::TensorOptions(at::kFloat).device(device_));
+    if (tiles_.count == 0) return norm.copy_(norm_sq.sqrt().reshape({}));
+    const Stream stream(device_);
+    Gradients args = arguments();
+    args.index = tiles_.index;
+    args.num_tiles = tiles_.count;
+    args.total = norm_sq.data_ptr<double>();
+    for_tiles(args, [&](const Gradients& part) {
+      return kernels_.clip(part, static_cast<float>(max_norm), norm.data_ptr<float>(),
+                           stream.get());
+    });
+    return norm;
+  }
+
+ private:
+  Gradients arguments() {
+    const Stream stream(device_);
+    Gradients args = {};
+    args.rows = static_cast<const TensorRow*>(rows_table_.data_ptr());
+    args.places = places_on_device_.send(places_, device_, stream.is_capturing(), kept_);
+    args.place_bytes = sizeof(uint64_t);
+    return args;
+  }
+
+  at::Device device_;
+  const GradientKernels& kernels_;
+  std::vector<TensorRow> rows_;  // of the last gradients, as the device has them
+  std::vector<uint64_t> places_;
+  at::Tensor rows_table_;
+  Tiles tiles_;
+  WordsOnDevice places_on_device_;
+  SumOfSquares sum_;
+  std::vector<at::Tensor> kept_;  // by captured graphs
+};
+
 class Plan {
  public:
   // kernels: the address that each signature's fusedopt_kernels() gave. structure: the keys of a
@@ -103,8 +351,7 @@ class Plan {
       : device_(device),
         keys_(std::move(hyperparameters)),
         structure_keys_(std::move(structure)),
-        seed_(seed),
-        num_tiles_(kernels.size(), 0) {
+        seed_(seed) {
     structure_ = read_structure(groups);
     for (const int64_t address : kernels) {
       kernels_.push_back(reinterpret_cast<const Kernels*>(address));
@@ -168,28 +415,23 @@ class Plan {
       row.fp8_scale_inv = scaling.at(2).data_ptr<float>();
       row.fp8_largest = static_cast<float>(fp8_largest);
     }
-    row.group = group;
+    row.group = static_cast<int32_t>(group);
+    row.grad_code = gradient_code(grad_dtype).value();
     add_entry(param, data, row, grad_dtype, signature);
   }
 
   // Lays out tiles and puts the table on the device.
   void seal() {
-    TORCH_CHECK(entries_.size() < size_t{1} << 5 * TileIndex::kMaxLevels, "too many tensors");
     if (kernels_.empty()) return;
     signature_used_.assign(kernels_.size(), false);
     for (size_t s = 0; s < kernels_.size(); ++s) {
-      const int64_t tile = kernels_[s]->tile_elements;
-      std::vector<uint32_t> starts;
+      std::vector<int64_t> numels;
       for (size_t i = 0; i < entries_.size(); ++i) {
-        starts.push_back(static_cast<uint32_t>(num_tiles_[s]));
-        if (entries_[i].signature != static_cast<int32_t>(s)) continue;
-        rows_[i].first_tile = num_tiles_[s];
-        num_tiles_[s] += (rows_[i].numel + tile - 1) / tile;
-        TORCH_CHECK(num_tiles_[s] < std::numeric_limits<int32_t>::max(), "too many elements");
+        numels.push_back(entries_[i].signature == static_cast<int32_t>(s) ? rows_[i].numel : 0);
       }
-      indices_.push_back(make_index(std::move(starts)));
+      tiles_.emplace_back(numels, kernels_[s]->tile_elements, device_);
     }
-    rows_table_ = to_device(rows_.data(), rows_.size() * sizeof(TensorRow));
+    rows_table_ = to_device(rows_.data(), rows_.size() * sizeof(TensorRow), device_);
     ready_ = at::empty({static_cast<int64_t>(entries_.size()) * kernels_.front()->ready_bytes},
                        at::TensorOptions(at::kByte).device(device_));
   }
@@ -263,36 +505,25 @@ class Plan {
     return true;
   }
 
-  // The sum of squares of what was gathered, one fp64 number on the device.
-  at::Tensor norm_sq(const py::list& groups) {
-    if (!norm_total_.defined()) make_norm_buffers();
-    if (gathered_ == 0) return norm_total_.zero_();
-    const Stream stream(*this);
+  // The sum of squares of what was gathered, one fp64 number on the device. found_inf is set to
+  // whether one of them is infinite or NaN.
+  at::Tensor norm_sq(const py::list& groups, int64_t kernels, const OptionalTensor& found_inf) {
+    const auto& gradient_kernels = *reinterpret_cast<const GradientKernels*>(kernels);
+    if (!gradient_tiles_) {
+      std::vector<int64_t> numels;
+      for (const TensorRow& row : rows_) numels.push_back(row.numel);
+      gradient_tiles_.emplace(numels, gradient_kernels.tile_elements, device_);
+    }
+    scalar_pointer(found_inf, "found_inf");
+    if (gathered_ == 0) return sum_({}, Tiles(), gradient_kernels, found_inf, device_);
     Advance args = {};
     args.place_only = true;
-    advance(args, groups, stream.get());
-    bool add = false;
-    for (size_t i = 0; i < kernels_.size(); ++i) {
-      const int64_t num_tiles = num_tiles_[i];
-      if (!signature_used_[i] || num_tiles == 0) continue;
-      const Norm norm = {args.rows,
-                         args.ready,
-                         indices_[i],
-                         0,
-                         num_tiles,
-                         norm_partials_.data_ptr<double>(),
-                         static_cast<uint32_t*>(norm_arrived_.data_ptr()),
-                         norm_total_.data_ptr<double>(),
-                         add};
-      run(kernels_[i]->norm, norm, stream.get());
-#if !defined(FUSEDOPT_CUDA)
-      double sum = add ? *norm.total : 0;
-      for (int64_t tile = 0; tile < num_tiles; ++tile) sum += norm.partials[tile];
-      *norm.total = sum;
-#endif
-      add = true;
-    }
-    return add ? norm_total_ : norm_total_.zero_();  // only empty tensors: nothing was summed
+    advance(args, groups);
+    Gradients gradients = {};
+    gradients.rows = args.rows;
+    gradients.places = args.ready;  // a gradient's address is the first member
+    gradients.place_bytes = kernels_.front()->ready_bytes;
+    return sum_(gradients, *gradient_tiles_, gradient_kernels, found_inf, device_);
   }
 
   // One step of what was gathered. With norm_sq, of all gradients wherever they are, they are
@@ -301,20 +532,19 @@ class Plan {
               const OptionalTensor& found_inf, const OptionalTensor& norm_sq, double max_grad_norm,
               const OptionalTensor& grad_norm) {
     if (gathered_ == 0) return;
-    const Stream current(*this);
-    void* stream = current.get();
     Advance args = {};
     args.norm_sq = pointer_or_null<double>(norm_sq);
     args.max_grad_norm = static_cast<float>(max_grad_norm);
     args.grad_norm = pointer_or_null<float>(grad_norm);
     args.grad_scale = scalar_pointer(grad_scale, "grad_scale");
     args.found_inf = scalar_pointer(found_inf, "found_inf");
-    advance(args, groups, stream);
+    const Stream stream(device_);
+    advance(args, groups);
     for (size_t i = 0; i < kernels_.size(); ++i) {
-      const int64_t num_tiles = num_tiles_[i];
-      if (!signature_used_[i] || num_tiles == 0) continue;
-      const Update update = {args.rows, args.ready, indices_[i], 0, num_tiles};
-      run(kernels_[i]->update, update, stream);
+      if (!signature_used_[i] || tiles_[i].count == 0) continue;
+      const Update update = {args.rows, args.ready, tiles_[i].index, 0, tiles_[i].count};
+      for_tiles(update,
+                [&](const Update& part) { return kernels_[i]->update(part, stream.get()); });
     }
     // Raw pointers do not tell autograd that a tensor changed. Locked additions wait for each
     // other's cache misses; the reads before them do not.
@@ -340,51 +570,9 @@ class Plan {
     __builtin_prefetch(static_cast<const char*>(address) + 128);
   }
 
-  static void check(int error) {
-#if defined(FUSEDOPT_CUDA)
-    C10_CUDA_CHECK(static_cast<cudaError_t>(error));
-#else
-    TORCH_INTERNAL_ASSERT(error == 0);
-#endif
-  }
-
-  template <class Args>
-  static void run(int (*kernel)(const Args&, void*), const Args& args, void* stream) {
-#if defined(FUSEDOPT_CUDA)
-    check(kernel(args, stream));
-#else
-    at::parallel_for(0, args.num_tiles, 4, [&](int64_t begin, int64_t end) {
-      Args part = args;
-      part.first_tile = begin;
-      part.num_tiles = end - begin;
-      check(kernel(part, stream));
-    });
-#endif
-  }
-
-  // The current stream of the plan's device, made current for as long as this lives.
-  class Stream {
-   public:
-#if defined(FUSEDOPT_CUDA)
-    explicit Stream(Plan& plan)
-        : guard_(plan.device_), stream_(c10::cuda::getCurrentCUDAStream(plan.device_.index())) {
-      cudaStreamCaptureStatus status;
-      C10_CUDA_CHECK(cudaStreamIsCapturing(stream_.stream(), &status));
-      plan.captured_now_ = status != cudaStreamCaptureStatusNone;
-      plan.captured_ = plan.captured_ || plan.captured_now_;
-    }
-    void* get() const { return stream_.stream(); }
-
-   private:
-    c10::cuda::CUDAGuard guard_;
-    c10::cuda::CUDAStream stream_;
-#else
-    explicit Stream(Plan&) {}
-    void* get() const { return nullptr; }
-#endif
-  };
-
-  void advance(Advance& args, const py::list& groups, void* stream) {
+  void advance(Advance& args, const py::list& groups) {
+    const Stream stream(device_);
+    captured_ = captured_ || stream.is_capturing();
     read_groups(groups);
     args.rows = static_cast<const TensorRow*>(rows_table_.data_ptr());
     args.ready = ready_.data_ptr();
@@ -394,43 +582,11 @@ class Plan {
     const auto* grads = reinterpret_cast<const uint64_t*>(grads_.data());
     words_.insert(words_.end(), grads, grads + grads_.size());
     const auto num_words = static_cast<int32_t>(words_.size());
+    // Thousands of tensors: their words do not fit into a launch.
     const bool far = num_words > kernels_.front()->max_words;
-    const uint64_t* words = far ? words_on_device() : words_.data();
-    check(kernels_.front()->advance(args, words, num_words, stream));
-  }
-
-  void make_norm_buffers() {
-    int64_t partials = kNormBlocks;
-    for (const int64_t tiles : num_tiles_) partials = std::max(partials, tiles);
-#if defined(FUSEDOPT_CUDA)
-    partials = kNormBlocks;
-#endif
-    const auto numbers = at::TensorOptions(at::kDouble).device(device_);
-    norm_partials_ = at::empty({partials}, numbers);
-    norm_arrived_ = at::empty({1}, numbers.dtype(at::kInt)).zero_();
-    norm_total_ = at::empty({1}, numbers).zero_();
-  }
-
-  TileIndex make_index(std::vector<uint32_t> starts) {
-    std::vector<std::vector<uint32_t>> levels = {std::move(starts)};
-    for (;;) {
-      auto& level = levels.back();
-      level.resize((level.size() + 31) / 32 * 32, std::numeric_limits<uint32_t>::max());
-      if (level.size() <= 32) break;
-      std::vector<uint32_t> coarser;
-      for (size_t i = 0; i < level.size(); i += 32) coarser.push_back(level[i]);
-      levels.push_back(std::move(coarser));
-    }
-    TileIndex index = {};
-    std::vector<uint32_t> all;
-    for (auto level = levels.rbegin(); level != levels.rend(); ++level) {
-      index.offsets[index.levels++] = static_cast<int32_t>(all.size());
-      all.insert(all.end(), level->begin(), level->end());
-    }
-    index.tensors = static_cast<int32_t>(levels.front().size());
-    kept_.push_back(to_device(all.data(), all.size() * sizeof(uint32_t)));
-    index.starts = static_cast<const uint32_t*>(kept_.back().data_ptr());
-    return index;
+    const uint64_t* words =
+        far ? words_on_device_.send(words_, device_, stream.is_capturing(), kept_) : words_.data();
+    check(kernels_.front()->advance(args, words, num_words, stream.get()));
   }
 
   int64_t group_size() const { return 1 + kernels_.front()->hyperparameters; }
@@ -455,36 +611,6 @@ class Plan {
     rows_.push_back(row);
     grads_.push_back(nullptr);
     grad_impls_.push_back(nullptr);
-  }
-
-  at::Tensor to_device(const void* data, size_t bytes) const {
-    const at::Tensor host = at::empty({static_cast<int64_t>(bytes)}, at::kByte);
-    std::memcpy(host.data_ptr(), data, bytes);
-    return host.to(device_);
-  }
-
-  // Thousands of tensors: their words do not fit into a launch. They are sent if they changed; a
-  // captured graph sends its own at every replay, to a place of its own.
-  const uint64_t* words_on_device() {
-    const bool capturing = captured_now_;
-    if (capturing || words_ != sent_words_) {
-      const auto bytes = static_cast<int64_t>(words_.size() * sizeof(uint64_t));
-      const auto byte = at::TensorOptions(at::kByte);
-      const at::Tensor staging = at::empty({bytes}, byte.pinned_memory(true));
-      std::memcpy(staging.data_ptr(), words_.data(), bytes);
-      if (capturing || !words_table_.defined()) {
-        words_table_ = at::empty({bytes}, byte.device(device_));
-      }
-      words_table_.copy_(staging, /*non_blocking=*/true);
-      sent_words_ = words_;
-      if (capturing) {
-        kept_.insert(kept_.end(), {staging, words_table_});
-        words_table_ = at::Tensor();
-        sent_words_.clear();
-        return reinterpret_cast<const uint64_t*>(kept_.back().data_ptr());
-      }
-    }
-    return reinterpret_cast<const uint64_t*>(words_table_.data_ptr());
   }
 
   const void* gradient_pointer(c10::TensorImpl* grad, c10::TensorImpl* data, bool same) {
@@ -600,16 +726,18 @@ class Plan {
   std::vector<at::Tensor> kept_;  // whatever entries and rows point into
   std::vector<c10::TensorImpl*> grad_impls_;
   std::vector<TensorRow> rows_;
-  std::vector<int64_t> num_tiles_;  // of each signature
-  std::vector<TileIndex> indices_;
-  at::Tensor rows_table_, ready_, words_table_, norm_partials_, norm_arrived_, norm_total_;
+  std::vector<Tiles> tiles_;  // of each signature
+  std::optional<Tiles> gradient_tiles_;
+  SumOfSquares sum_;
+  at::Tensor rows_table_, ready_;
+  WordsOnDevice words_on_device_;
   std::vector<const void*> grads_;
   std::vector<OptionalTensor> given_;  // gradients that Python handed over, until they are used
   std::vector<at::Tensor> copies_;     // gradients laid out unlike their parameter
   std::vector<char> signature_used_;
-  std::vector<uint64_t> words_, sent_words_;
+  std::vector<uint64_t> words_;
   int64_t gathered_ = 0;
-  bool captured_ = false, captured_now_ = false;
+  bool captured_ = false;
 };
 
 }  // namespace
@@ -631,8 +759,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("seal", &Plan::seal)
       .def("step", &Plan::step, py::arg("groups"), py::arg("grad_scale"), py::arg("found_inf"))
       .def("gather", &Plan::gather, py::arg("grads"))
-      .def("norm_sq", &Plan::norm_sq, py::arg("groups"))
+      .def("norm_sq", &Plan::norm_sq, py::arg("groups"), py::arg("kernels"), py::arg("found_inf"))
       .def("launch", &Plan::launch, py::arg("groups"), py::arg("grad_scale"), py::arg("found_inf"),
            py::arg("norm_sq"), py::arg("max_grad_norm"), py::arg("grad_norm"))
       .def_property_readonly("captured", &Plan::captured);
+  using fusedopt::GradientList;
+  py::class_<GradientList>(m, "GradientList", py::module_local())
+      .def(py::init<at::Device, int64_t>(), py::arg("device"), py::arg("kernels"))
+      .def("gather", &GradientList::gather, py::arg("grads"))
+      .def("norm_sq", &GradientList::norm_sq)
+      .def("clip", &GradientList::clip, py::arg("norm_sq"), py::arg("max_norm"));
 }

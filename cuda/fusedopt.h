@@ -24,19 +24,22 @@ constexpr int kMaxStates = 3;
 constexpr int kScaleBlockBits = 8;
 constexpr int kScaleBlock = 1 << kScaleBlockBits;  // elements that share one scale
 
+// The dtypes of gradients.
+enum class GradientCode : int32_t { kF32, kBF16, kF16 };
+
 // One tensor of the plan: what stays the same from step to step. Unused pointers are null. Fields
 // that are read together lie together: a load moves 16 bytes.
 struct alignas(16) TensorRow {
   int64_t numel;
-  int64_t first_tile;  // in the tile list of its signature
+  int32_t group;
+  GradientCode grad_code;
   void* param;
   void* master;
   void* states[kMaxStates];
-  int64_t group;
-  float* state_scales[kMaxStates];  // one per kScaleBlock elements
   float* master_scale;
-  float* step;       // 0-dim fp32, counts the updates that were not skipped
-  float* fp8_scale;  // of an fp8 parameter: stored = value * scale
+  float* state_scales[kMaxStates];  // one per kScaleBlock elements
+  float* step;                      // 0-dim fp32, counts the updates that were not skipped
+  float* fp8_scale;                 // of an fp8 parameter: stored = value * scale
   float* fp8_amax;
   float* fp8_scale_inv;
   float fp8_largest;  // of its dtype; 0: somebody else chooses the scale
@@ -55,7 +58,7 @@ struct Advance {
   const double* norm_sq;  // of the gradients as they are; null: they are not clipped
   float* grad_norm;       // where their norm goes, unscaled
   float max_grad_norm;
-  bool place_only;  // only note the gradients, for a norm kernel to read
+  bool place_only;  // only note the gradients, for the norm to read
   uint32_t seed;
   int32_t tensors;
   int32_t groups;
@@ -70,23 +73,9 @@ struct TileIndex {
   const uint32_t* starts;
   int32_t offsets[kMaxLevels];  // of the levels in starts, coarsest first
   int32_t levels;
-  int32_t tensors;  // entries of the finest level, padding included
+  const uint32_t* first_tiles;  // the finest level
+  int64_t tensors;              // its entries, padding included
 };
-
-// The sum of squares of the gradients of one signature, added to *total or stored there.
-struct Norm {
-  const TensorRow* rows;
-  const void* ready;
-  TileIndex index;
-  int64_t first_tile;  // as in Update
-  int64_t num_tiles;
-  double* partials;  // CUDA: kNormBlocks; CPU: one per tile of the signature
-  uint32_t* arrived;
-  double* total;
-  bool add;
-};
-
-constexpr int kNormBlocks = 2048;
 
 struct Update {
   const TensorRow* rows;
@@ -104,10 +93,33 @@ struct Kernels {
   int32_t max_words;  // that fit into a launch; more must lie on the device
   int (*advance)(const Advance&, const uint64_t* words, int32_t num_words, void* stream);
   int (*update)(const Update&, void* stream);
-  int (*norm)(const Norm&, void* stream);
+};
+
+// Gradients of any mix of dtypes, to be summed up or scaled.
+struct Gradients {
+  const TensorRow* rows;  // numel and grad_code
+  const void* places;     // every place_bytes a gradient's address, or null
+  int64_t place_bytes;
+  TileIndex index;
+  int64_t first_tile;  // as in Update
+  int64_t num_tiles;
+  double* partials;   // CUDA: kNormBlocks; CPU: one per tile
+  uint32_t* arrived;  // CUDA: blocks that are done, 0 before and after
+  double* total;      // the sum of squares
+  float* found_inf;  // set to 1 if one of them is infinite or NaN, and on CUDA to 0 if not; or null
+};
+
+constexpr int kNormBlocks = 2048;
+
+struct GradientKernels {
+  int32_t tile_elements;
+  int (*norm)(const Gradients&,
+              void* stream);  // writes *total (the CPU's caller does) and *found_inf
+  int (*clip)(const Gradients&, float max_norm, float* norm, void* stream);  // reads *total
 };
 
 }  // namespace fusedopt
 
-// Every kernel library exports this one symbol.
+// Each kernel library exports one of these.
 extern "C" const fusedopt::Kernels* fusedopt_kernels();
+extern "C" const fusedopt::GradientKernels* fusedopt_gradient_kernels();

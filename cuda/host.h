@@ -15,8 +15,9 @@ template <class S>
 constexpr int kHostSlice = Layout<S>::kBlockScaled ? kScaleBlock : 16;
 
 inline int64_t tensor_of(const TileIndex& index, int64_t tile) {
-  const uint32_t* starts = index.starts + index.offsets[index.levels - 1];
-  return std::upper_bound(starts, starts + index.tensors, static_cast<uint32_t>(tile)) - starts - 1;
+  const uint32_t* end = index.first_tiles + index.tensors;
+  return std::upper_bound(index.first_tiles, end, static_cast<uint32_t>(tile)) - index.first_tiles -
+         1;
 }
 
 template <class S>
@@ -37,30 +38,12 @@ constexpr Kernels make_kernels() {
           const TensorRow& row = args.rows[tensor];
           const auto& ready = static_cast<const Ready<Rule>*>(args.ready)[tensor];
           if (!ready.grad) continue;
-          const int64_t begin = (i - row.first_tile) * kHostTile;
+          const int64_t begin = (i - args.index.first_tiles[tensor]) * kHostTile;
           const int64_t end = begin + kHostTile < row.numel ? begin + kHostTile : row.numel;
           for (int64_t offset = begin; offset < end; offset += kHostSlice<S>) {
             update_tile<S, kHostSlice<S>>(args.rows, args.ready, tensor, offset, kHostSlice<S>,
                                           offset);
           }
-        }
-        return 0;
-      },
-      [](const Norm& args, void*) -> int {
-        constexpr int N = kHostSlice<S>;
-        for (int64_t i = args.first_tile; i < args.first_tile + args.num_tiles; ++i) {
-          const int64_t tensor = tensor_of(args.index, i);
-          const TensorRow& row = args.rows[tensor];
-          const void* grad = static_cast<const Ready<Rule>*>(args.ready)[tensor].grad;
-          double sum = 0;
-          const int64_t begin = (i - row.first_tile) * kHostTile;
-          const int64_t end = begin + kHostTile < row.numel ? begin + kHostTile : row.numel;
-          for (int64_t offset = begin; grad && offset < end; offset += N) {
-            const Span span = {offset, row.numel - 1};
-            sum += offset + N <= row.numel ? squares<typename S::Grad, N, true>(grad, span)
-                                           : squares<typename S::Grad, N, false>(grad, span);
-          }
-          args.partials[i] = sum;
         }
         return 0;
       },

@@ -422,21 +422,6 @@ struct Weight<P, kStochastic, Split<R>, N> {
   }
 };
 
-// The sum of squares of a slice of a gradient.
-template <class Grad, int N, bool kWhole>
-FUSEDOPT_HD float squares(const void* grad, Span span) {
-  typename Grad::Storage raw[N];
-  float values[N];
-  load<kWhole>(grad, span, raw);
-  decode<Grad>(raw, values);
-  float sum = 0;
-  FUSEDOPT_UNROLL
-  for (int i = 0; i < N; ++i) {
-    if (kWhole || span.offset + i <= span.last) sum = fused_multiply_add(values[i], values[i], sum);
-  }
-  return sum;
-}
-
 // ---- update ------------------------------------------------------------------------------------
 
 template <class... Streams>
@@ -575,7 +560,7 @@ __global__ void __launch_bounds__(Layout<S>::kThreads, Layout<S>::kBlocksPerMult
     update_kernel(const __grid_constant__ Update args) {
   constexpr int64_t kTile = Layout<S>::kThreads * Layout<S>::kElements;
   const int tensor = tensor_of(args.index, blockIdx.x);
-  const int64_t begin = (blockIdx.x - args.rows[tensor].first_tile) * kTile;
+  const int64_t begin = static_cast<int64_t>(blockIdx.x - args.index.first_tiles[tensor]) * kTile;
   update_tile<S, Layout<S>::kElements>(args.rows, args.ready, tensor, begin, kTile,
                                        begin + threadIdx.x * Layout<S>::kElements);
 }
@@ -596,71 +581,6 @@ void launch_advance(const Advance& args, const uint64_t* words, int num_words,
   }
 }
 
-// Sums over the threads of a block; the result is thread 0's.
-__device__ __forceinline__ double block_sum(double value) {
-  __shared__ double of_warp[32];
-  for (int distance = 16; distance > 0; distance /= 2) {
-    value += __shfl_down_sync(0xffffffffu, value, distance);
-  }
-  __syncthreads();  // of_warp may still be read from the last time
-  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    for (int warp = 1; warp < static_cast<int>(blockDim.x) / 32; ++warp) value += of_warp[warp];
-  }
-  return value;
-}
-
-// A fixed number of blocks, each with its tiles in order, and the last to finish adds up what they
-// found in order: the same bits every time.
-template <class S>
-__global__ void __launch_bounds__(Layout<S>::kThreads)
-    norm_kernel(const __grid_constant__ Norm args) {
-  using Rule = typename S::Rule;
-  using Grad = typename S::Grad;
-  constexpr int N = Layout<S>::kElements;
-  constexpr int64_t kTile = Layout<S>::kThreads * N;
-  constexpr int kAhead = 4;  // tiles in flight
-  double sum = 0;
-  for (int64_t first = blockIdx.x; first < args.num_tiles; first += kAhead * gridDim.x) {
-    float found[kAhead] = {};
-    FUSEDOPT_UNROLL
-    for (int i = 0; i < kAhead; ++i) {
-      const int64_t tile = first + i * static_cast<int64_t>(gridDim.x);
-      if (tile >= args.num_tiles) continue;
-      const int tensor = tensor_of(args.index, static_cast<uint32_t>(tile));
-      const void* grad = static_cast<const Ready<Rule>*>(args.ready)[tensor].grad;
-      if (!grad) continue;
-      const TensorRow& row = args.rows[tensor];
-      const int64_t begin = (tile - row.first_tile) * kTile;
-      const Span span = {begin + threadIdx.x * N, row.numel - 1};
-      const bool whole = reinterpret_cast<uintptr_t>(grad) % 16 == 0 && begin + kTile <= row.numel;
-      found[i] = whole ? squares<Grad, N, true>(grad, span) : squares<Grad, N, false>(grad, span);
-    }
-    FUSEDOPT_UNROLL
-    for (int i = 0; i < kAhead; ++i) sum += found[i];
-  }
-  sum = block_sum(sum);
-  __shared__ bool is_last;
-  if (threadIdx.x == 0) {
-    args.partials[blockIdx.x] = sum;
-    __threadfence();
-    is_last = atomicAdd(args.arrived, 1u) == gridDim.x - 1;
-  }
-  __syncthreads();
-  if (!is_last) return;
-  __threadfence();
-  double total = 0;
-  for (int i = threadIdx.x; i < static_cast<int>(gridDim.x); i += blockDim.x) {
-    total += __ldcg(args.partials + i);
-  }
-  total = block_sum(total);
-  if (threadIdx.x == 0) {
-    *args.total = args.add ? *args.total + total : total;
-    *args.arrived = 0;
-  }
-}
-
 template <class S>
 constexpr Kernels make_kernels() {
   using Rule = typename S::Rule;
@@ -677,12 +597,6 @@ constexpr Kernels make_kernels() {
       [](const Update& args, void* stream) -> int {
         update_kernel<S><<<static_cast<unsigned>(args.num_tiles), Layout<S>::kThreads, 0,
                            static_cast<cudaStream_t>(stream)>>>(args);
-        return cudaGetLastError();
-      },
-      [](const Norm& args, void* stream) -> int {
-        const auto blocks = args.num_tiles < kNormBlocks ? args.num_tiles : kNormBlocks;
-        norm_kernel<S><<<static_cast<unsigned>(blocks), Layout<S>::kThreads, 0,
-                         static_cast<cudaStream_t>(stream)>>>(args);
         return cudaGetLastError();
       },
   };

@@ -27,13 +27,13 @@ SIGNATURES = (
 )
 
 
-def compile_report(signature: fusedopt._Signature, home: Path, target: Path) -> str:
-    """What ptxas says of one signature, compiled for every architecture."""
+def compile_report(source: str, defines: tuple[str, ...], home: Path, target: Path) -> str:
+    """What ptxas says of one source, compiled for every architecture."""
     command = [
         str(home / "bin" / "nvcc"),
         *("-std=c++17", "-O3", "-fmad=false", "-Xptxas=-v", "-cubin", "-Werror=all-warnings"),
-        *(f"-D{define}" for define in signature.defines()),
-        "step.cu",
+        *(f"-D{define}" for define in defines),
+        source,
     ]
     report = ""
     for architecture in ARCHITECTURES:
@@ -48,24 +48,29 @@ def compile_report(signature: fusedopt._Signature, home: Path, target: Path) -> 
     return report
 
 
+def check_no_spills(report: str, kernel: str) -> None:
+    compiled = set(re.findall(rf"{kernel}.*' for 'sm_(\d+)'", report))
+    assert compiled == set(ARCHITECTURES), report
+    spills = re.findall(
+        rf"Function properties for \S*{kernel}\S*\n.* (\d+) bytes spill stores", report
+    )
+    assert len(spills) == len(ARCHITECTURES), report
+    assert set(spills) == {"0"}, report
+
+
 def test_every_architecture_compiles_without_spills(tmp_path: Path) -> None:
     home = fusedopt._find_cuda_home()
     if home is None:
         pytest.skip("no CUDA toolkit of torch's major version on this machine")
-    folders = [tmp_path / str(i) for i in range(len(SIGNATURES))]
-    for folder in folders:
-        folder.mkdir()
-    signatures = [fusedopt._Signature(*signature) for signature in SIGNATURES]
+    units = [
+        ("step.cu", fusedopt._Signature(*row).defines(), "update_kernel") for row in SIGNATURES
+    ]
+    units += [("gradients.cu", (), "norm_kernel"), ("gradients.cu", (), "clip_kernel")]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        jobs = [
-            pool.submit(compile_report, signature, home, folder)
-            for signature, folder in zip(signatures, folders, strict=True)
-        ]
-    for signature, report in zip(signatures, (job.result() for job in jobs), strict=True):
-        compiled = set(re.findall(r"update_kernel.*' for 'sm_(\d+)'", report))
-        assert compiled == set(ARCHITECTURES), report
-        spills = re.findall(
-            r"Function properties for \S*update_kernel\S*\n.* (\d+) bytes spill stores", report
-        )
-        assert len(spills) == len(ARCHITECTURES), report
-        assert set(spills) == {"0"}, f"{signature} spills: {report}"
+        jobs = []
+        for i, (source, defines, _) in enumerate(units):
+            folder = tmp_path / str(i)
+            folder.mkdir()
+            jobs.append(pool.submit(compile_report, source, tuple(defines), home, folder))
+    for job, (_, _, kernel) in zip(jobs, units, strict=True):
+        check_no_spills(job.result(), kernel)

@@ -1,6 +1,11 @@
 """The gradient's side of a step: the norm and clip inside step(), and steps inside backward()."""
 
 import copy
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,10 +124,261 @@ def test_what_is_not_finite_spreads_as_in_torch(device: torch.device, backend: s
     assert torch.equal(params[3], before)
 
 
+def scaler_of(device: torch.device, scale: float) -> torch.amp.GradScaler:
+    scaler = torch.amp.GradScaler(device.type, init_scale=scale)
+    scaler.scale(torch.ones((), device=device))
+    return scaler
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_the_norm_finds_what_is_not_finite(
+    bad: float, device: torch.device, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """step(grad_scaler=...) with a norm needs no other look at the gradients."""
+
+    def no_look(*_: Any) -> None:
+        raise AssertionError("the gradients were read once more")
+
+    params = new_params(device, torch.float32, torch.bfloat16, torch.float16)
+    copies = copy.deepcopy(params)
+    optimizer = fusedopt.FusedAdam(params, lr=0.01, max_grad_norm=1.0)
+    twin = fusedopt.FusedAdam(copies, lr=0.01, max_grad_norm=1.0)
+    scaler = scaler_of(device, 64.0)
+    monkeypatch.setattr(scaler, "_check_inf_per_device", no_look)
+    for value in (1.0, bad, 1.0):
+        set_grads(params, float(scaler.get_scale()))
+        if value != 1.0:
+            assert params[-1].grad is not None
+            params[-1].grad[-1] = value
+        else:
+            for param, other in zip(params, copies, strict=True):
+                assert param.grad is not None
+                other.grad = param.grad / scaler.get_scale()
+            twin.step()
+        scale = scaler.get_scale()
+        optimizer.step(grad_scaler=scaler)
+        scaler.update()
+        assert scaler.get_scale() == (scale if value == 1.0 else scale / 2)
+        assert bool(optimizer.last_step_skipped) == (value != 1.0)
+    assert optimizer.backend == backend
+    assert all(torch.equal(a, b) for a, b in zip(params, copies, strict=True))
+    for param in params:
+        assert optimizer.state[param]["step"] == 2
+
+
+def test_huge_gradients_are_finite(device: torch.device, backend: str) -> None:
+    """Their squares have not the range of fp32."""
+    params = new_params(device, torch.float32)
+    optimizer = fusedopt.FusedSGD(params, lr=1.0, max_grad_norm=1.0)
+    set_grads(params, 1e25)
+    scaler = scaler_of(device, 1.0)
+    before = params[0].detach().clone()
+    optimizer.step(grad_scaler=scaler)
+    scaler.update()
+    assert not optimizer.last_step_skipped
+    assert not torch.equal(params[0], before)
+    assert optimizer.grad_norm is not None
+    torch.testing.assert_close(optimizer.grad_norm.double(), norm_of(params), rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
 def test_a_norm_that_means_nothing(value: float) -> None:
     with pytest.raises(ValueError, match="max_grad_norm must be None, or finite and above 0, got"):
         fusedopt.FusedAdam([Parameter(torch.ones(3))], max_grad_norm=value)
+
+
+# ---- clip_grad_norm_ -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 1.5, 1e9])
+@pytest.mark.parametrize(
+    "dtypes",
+    [(torch.float32,), (torch.bfloat16,), (torch.float16, torch.float32, torch.bfloat16)],
+    ids=str,
+)
+def test_clip_grad_norm(
+    dtypes: tuple[torch.dtype, ...], max_norm: float, device: torch.device, backend: str
+) -> None:
+    params = new_params(device, *dtypes)
+    for scale in (1.0, 1e-3):
+        set_grads(params, scale)
+        params[1].grad = None
+        norm = norm_of(params)
+        factor = float((max_norm / (norm + 1e-6)).clamp(max=1))
+        wanted = [None if p.grad is None else (p.grad.float() * factor).to(p.dtype) for p in params]
+        got = fusedopt.clip_grad_norm_(params, max_norm)
+        assert got.dim() == 0
+        assert got.device == params[0].device
+        # Without kernels it is torch's, which rounds norms to the gradients' dtype.
+        rtol = 1e-6 if backend != "torch" or dtypes == (torch.float32,) else 1e-2
+        torch.testing.assert_close(got.double(), norm, rtol=rtol, atol=0)
+        for param, grad in zip(params, wanted, strict=True):
+            if grad is None:
+                assert param.grad is None
+            else:
+                eps = max(rtol, torch.finfo(grad.dtype).eps)
+                torch.testing.assert_close(param.grad, grad, rtol=eps, atol=1e-9)
+
+
+def test_clip_grad_norm_of_any_layout(device: torch.device, native: str) -> None:
+    """Dense in any order of dimensions, unaligned, or not dense at all."""
+    wide = torch.randn(4, 8, 6, 6, device=device)
+    grads = [
+        wide.clone(memory_format=torch.channels_last),
+        torch.randn(300, 20, device=device).t(),
+        torch.randn(5001, device=device)[1:],
+        torch.randn(8193, device=device, dtype=torch.bfloat16)[1:],
+    ]
+    strided = torch.randn(64, 64, device=device)[:, ::2]
+    # One that is not dense leaves all to torch, which rounds norms to the gradients' dtype.
+    for some, rtol in ((grads, 1e-6), ([*grads, strided], 1e-2)):
+        params = [Parameter(torch.zeros_like(grad)) for grad in some]
+        for param, grad in zip(params, some, strict=True):
+            param.grad = grad
+        before = [grad.clone() for grad in some]
+        norm = norm_of(params)
+        got = fusedopt.clip_grad_norm_(iter(params), 2.0)
+        torch.testing.assert_close(got.double(), norm, rtol=rtol, atol=0)
+        for param, grad in zip(params, before, strict=True):
+            assert param.grad is not None
+            eps = max(rtol, torch.finfo(grad.dtype).eps)
+            torch.testing.assert_close(
+                param.grad, (grad.float() * float(2 / norm)).to(grad.dtype), rtol=eps, atol=0
+            )
+
+
+def test_clip_grad_norm_as_torch_has_it(device: torch.device, backend: str) -> None:
+    assert fusedopt.clip_grad_norm_([], 1.0) == 0
+    param = Parameter(torch.zeros(3, device=device))
+    assert fusedopt.clip_grad_norm_(param, 1.0) == 0
+    empty = Parameter(torch.zeros(0, device=device))
+    empty.grad = torch.zeros(0, device=device)
+    assert fusedopt.clip_grad_norm_(empty, 1.0) == 0
+    param.grad = torch.tensor([3.0, -4.0, 0.0], device=device)
+    assert fusedopt.clip_grad_norm_(param, 1.0, norm_type=1.0) == 7
+    assert fusedopt.clip_grad_norm_(param, 1.0, norm_type=float("inf")) < 1
+    for max_norm in (-1.0, float("nan")):
+        with pytest.raises(ValueError, match="max_norm must be 0 or more, got"):
+            fusedopt.clip_grad_norm_(param, max_norm)
+    for value in (float("inf"), float("nan")):
+        twin = Parameter(torch.zeros(3, device=device))
+        for p in (param, twin):
+            p.grad = torch.tensor([3.0, value, 0.0], device=device)
+        with pytest.raises(RuntimeError, match="norm"):
+            fusedopt.clip_grad_norm_(param, 1.0, error_if_nonfinite=True)
+        assert torch.equal(param.grad.nan_to_num(7), twin.grad.nan_to_num(7))  # type: ignore[union-attr]
+        norms = [clip([p], 1.0) for p, clip in ((param, fusedopt.clip_grad_norm_), (twin, CLIP))]
+        torch.testing.assert_close(*norms, equal_nan=True)
+        torch.testing.assert_close(param.grad, twin.grad, equal_nan=True)
+
+
+CLIP = torch.nn.utils.clip_grad_norm_
+
+
+def test_clip_grad_norm_follows_its_gradients(device: torch.device, native: str) -> None:
+    """Other tensors, other sizes, other counts: what was sent before is not used."""
+    for shape in [(500,), (500,), (70, 80), (3,), (500,)]:
+        for count in (1, 40):
+            params = [Parameter(torch.zeros(shape, device=device)) for _ in range(count)]
+            for param in params:
+                param.grad = torch.randn_like(param)
+            norm = norm_of(params)
+            assert fusedopt.clip_grad_norm_(params, 1e-3) == pytest.approx(float(norm))
+            assert float(norm_of(params)) == pytest.approx(1e-3, rel=1e-4)
+
+
+SHARDED = """
+import os, sys, torch, fusedopt
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+rank, world, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world)
+mesh = init_device_mesh("cpu", (world,))
+torch.manual_seed(0)
+params, norm = [], 0.0
+kinds = {(5, 3): Shard(0), (40, 6): Shard(1), (7,): Replicate(), (9,): None}
+for shape, placement in kinds.items():
+    grad = torch.randn(shape)
+    norm += float(grad.double().square().sum())
+    place = lambda t: t if placement is None else distribute_tensor(t, mesh, [placement])
+    param = torch.nn.Parameter(place(torch.zeros(shape)))
+    param.grad = place(grad.clone())
+    params.append((param, grad))
+got = fusedopt.clip_grad_norm_([param for param, _ in params], 1.0)
+assert not isinstance(got, DTensor)
+assert abs(float(got) - norm ** 0.5) < 1e-5, (float(got), norm ** 0.5)
+for param, grad in params:
+    whole = param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
+    torch.testing.assert_close(whole, grad / norm ** 0.5, rtol=1e-5, atol=1e-7)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_clip_grad_norm_of_shards(world: int, tmp_path: Path) -> None:
+    """Uneven and empty shards, replicas and plain tensors: one global norm."""
+    environment = os.environ | {"PYTHONPATH": str(Path(fusedopt.__file__).parent)}
+    command = [sys.executable, "-c", SHARDED]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(world), str(tmp_path / "store")],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    errors = [process.communicate(timeout=120)[1] for process in ranks]
+    assert [process.returncode for process in ranks] == [0] * world, "\n".join(errors)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 300, 5000])
+def test_clip_grad_norm_is_two_launches(count: int, cuda: torch.device) -> None:
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    params = [Parameter(torch.zeros(900, device=cuda, dtype=dtypes[i % 3])) for i in range(count)]
+    for param in params:
+        param.grad = torch.randn_like(param)
+    fusedopt.clip_grad_norm_(params, 1.0)
+    fusedopt.clip_grad_norm_(params, 0.5)
+    torch.cuda.synchronize()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the profiler's own, and the debug mode's
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile:
+            try:
+                torch.cuda.set_sync_debug_mode("error")
+                norm = fusedopt.clip_grad_norm_(params, 0.25)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            torch.cuda.synchronize()
+    events: Any = profile.events()
+    names = [event.name for event in events if event.device_type.name == "CUDA"]
+    assert len(names) == 2, names
+    assert float(norm) == pytest.approx(0.5, rel=1e-3)
+    assert float(norm_of(params)) == pytest.approx(0.25, rel=1e-3)
+
+
+@pytest.mark.gpu
+def test_clip_grad_norm_is_captured(cuda: torch.device) -> None:
+    params = new_params(cuda, torch.float32, torch.bfloat16)
+    set_grads(params, 1.0)
+    fusedopt.clip_grad_norm_(params, 1.0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        norm = fusedopt.clip_grad_norm_(params, 1.0)
+    for _ in range(3):
+        for param in params:
+            assert param.grad is not None
+            param.grad.copy_(torch.randn_like(param))
+        wanted = norm_of(params)
+        graph.replay()
+        assert float(norm) == pytest.approx(float(wanted), rel=1e-5)
+        assert float(norm_of(params)) == pytest.approx(1.0, rel=1e-2)
+
+
+# ---- steps inside backward() ---------------------------------------------------------------------
 
 
 def new_model(device: torch.device) -> torch.nn.Module:

@@ -1,0 +1,274 @@
+// What is done to gradients of any mix of dtypes before a step: their norm, and scaling them to a
+// norm. Knows no optimizer. Every function is one launch.
+#pragma once
+
+#include "multi_tensor.cuh"
+
+namespace fusedopt {
+
+constexpr int kGradientTile = 4096;
+
+template <class F>
+FUSEDOPT_HD void with_code(GradientCode code, F f) {
+  switch (code) {
+    case GradientCode::kF32:
+      return f(F32());
+    case GradientCode::kBF16:
+      return f(BF16());
+    case GradientCode::kF16:
+      return f(F16());
+  }
+}
+
+FUSEDOPT_HD void* place_of(const Gradients& args, int64_t tensor) {
+  const auto* places = static_cast<const char*>(args.places);
+  return *reinterpret_cast<void* const*>(places + tensor * args.place_bytes);
+}
+
+// The factor that clips, as torch.nn.utils.clip_grad_norm_ has it; 1: nothing to do.
+FUSEDOPT_HD float clip_factor(double norm, float max_norm) {
+  const double clip = max_norm / (norm + 1e-6);
+  return clip >= 1 ? 1.0f : static_cast<float>(clip);  // NaN stays
+}
+
+// A sum of squares of N values, and whether one of them is infinite or NaN. Only where fp32 has
+// not the range is the sum made in fp64.
+struct Squares {
+  double sum;
+  bool is_finite;
+};
+
+template <int N>
+FUSEDOPT_HD Squares squares(const float (&values)[N]) {
+  constexpr int kLanes = 8;  // sums side by side, for vector units and instruction latencies
+  float lanes[kLanes] = {};
+  FUSEDOPT_UNROLL
+  for (int i = 0; i < N; i += kLanes) {
+    FUSEDOPT_UNROLL
+    for (int j = 0; j < kLanes; ++j) {
+      lanes[j] = fused_multiply_add(values[i + j], values[i + j], lanes[j]);
+    }
+  }
+  float sum = 0;
+  FUSEDOPT_UNROLL
+  for (int j = 0; j < kLanes; ++j) sum += lanes[j];
+  if (sum <= 3.402823466e+38f) return {sum, true};
+  Squares exact = {0, true};
+  for (int i = 0; i < N; ++i) {
+    exact.sum += static_cast<double>(values[i]) * values[i];
+    exact.is_finite &= fabsf(values[i]) <= 3.402823466e+38f;
+  }
+  return exact;
+}
+
+#if defined(__CUDACC__)
+
+constexpr int kGradientThreads = 128;
+
+// This thread's part of a whole tile of a dtype: pieces of 16 bytes, side by side among threads.
+template <class Code>
+struct Part {
+  static constexpr int kElements = kGradientTile / kGradientThreads;
+  static constexpr int kOfPiece = 16 / sizeof(typename Code::Storage);
+  static constexpr int kPieces = kElements / kOfPiece;
+  typename Code::Storage raw[kElements];
+  float values[kElements];
+
+  __device__ __forceinline__ char* piece(void* tile, int i) {
+    return static_cast<char*>(tile) + (i * kGradientThreads + threadIdx.x) * 16;
+  }
+  __device__ __forceinline__ void load(void* tile) {
+    Piece<16> pieces[kPieces];
+    FUSEDOPT_UNROLL
+    for (int i = 0; i < kPieces; ++i) pieces[i].load(piece(tile, i));
+    memcpy(raw, pieces, sizeof raw);
+    decode<Code>(raw, values);
+  }
+  __device__ __forceinline__ void store(void* tile) {
+    encode_nearest<Code>(values, raw);
+    Piece<16> pieces[kPieces];
+    memcpy(pieces, raw, sizeof raw);
+    FUSEDOPT_UNROLL
+    for (int i = 0; i < kPieces; ++i) pieces[i].store(piece(tile, i));
+  }
+};
+
+// Calls for_part(Part) if tile `index` is whole, for_element(Code, Code::Storage&) for each of this
+// thread's elements if it is not.
+template <class ForPart, class ForElement>
+__device__ __forceinline__ void visit_tile(const Gradients& args, int64_t index, ForPart for_part,
+                                           ForElement for_element) {
+  const int tensor = tensor_of(args.index, static_cast<uint32_t>(index));
+  void* grad = place_of(args, tensor);
+  if (!grad) return;
+  const TensorRow& row = args.rows[tensor];
+  const int64_t begin = (index - args.index.first_tiles[tensor]) * kGradientTile;
+  with_code(row.grad_code, [&](auto code) {
+    using Code = decltype(code);
+    auto* elements = static_cast<typename Code::Storage*>(grad);
+    if (reinterpret_cast<uintptr_t>(grad) % 16 == 0 && begin + kGradientTile <= row.numel) {
+      for_part(Part<Code>(), elements + begin);
+      return;
+    }
+    const int64_t end = begin + kGradientTile < row.numel ? begin + kGradientTile : row.numel;
+    for (int64_t i = begin + threadIdx.x; i < end; i += kGradientThreads) {
+      for_element(code, elements[i]);
+    }
+  });
+}
+
+// Sums over the threads of a block; the result is thread 0's.
+__device__ __forceinline__ double block_sum(double value) {
+  __shared__ double of_warp[kGradientThreads / 32];
+  for (int distance = 16; distance > 0; distance /= 2) {
+    value += __shfl_down_sync(0xffffffffu, value, distance);
+  }
+  __syncthreads();  // of_warp may still be read from the last time
+  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    for (int warp = 1; warp < kGradientThreads / 32; ++warp) value += of_warp[warp];
+  }
+  return value;
+}
+
+// A fixed number of blocks, each with its tiles in order, and the last to finish adds up what they
+// found in order: the same bits every time.
+__global__ void __launch_bounds__(kGradientThreads)
+    norm_kernel(const __grid_constant__ Gradients args) {
+  constexpr uint32_t kNotFinite = 1u << 16;  // added to the count of blocks that have arrived
+  double sum = 0;
+  bool is_finite = true;
+  const auto add = [&](Squares found) {
+    sum += found.sum;
+    is_finite &= found.is_finite;
+  };
+  for (int64_t tile = blockIdx.x; tile < args.num_tiles; tile += gridDim.x) {
+    visit_tile(
+        args, tile,
+        [&](auto part, void* elements) {
+          part.load(elements);
+          add(squares(part.values));
+        },
+        [&](auto code, auto& element) {
+          const double value = decltype(code)::decode(element);
+          add({value * value, fabs(value) <= 3.402823466e+38});
+        });
+  }
+  sum = block_sum(sum);
+  is_finite = __syncthreads_and(is_finite);
+  __shared__ uint32_t arrived;
+  if (threadIdx.x == 0) {
+    args.partials[blockIdx.x] = sum;
+    __threadfence();
+    const uint32_t mine = is_finite ? 1 : 1 + kNotFinite;
+    arrived = atomicAdd(args.arrived, mine) + mine;
+  }
+  __syncthreads();
+  if (arrived % kNotFinite != gridDim.x) return;
+  __threadfence();
+  double total = 0;
+  for (int i = threadIdx.x; i < static_cast<int>(gridDim.x); i += blockDim.x) {
+    total += __ldcg(args.partials + i);
+  }
+  total = block_sum(total);
+  if (threadIdx.x == 0) {
+    *args.total = total;
+    if (args.found_inf) *args.found_inf = arrived >= kNotFinite ? 1 : 0;
+    *args.arrived = 0;
+  }
+}
+
+__global__ void __launch_bounds__(kGradientThreads)
+    clip_kernel(const __grid_constant__ Gradients args, float max_norm, float* norm_out) {
+  const double norm = sqrt(*args.total);
+  if (blockIdx.x == 0 && threadIdx.x == 0) *norm_out = static_cast<float>(norm);
+  const float factor = clip_factor(norm, max_norm);
+  if (factor == 1) return;
+  visit_tile(
+      args, blockIdx.x,
+      [&](auto part, void* elements) {
+        part.load(elements);
+        FUSEDOPT_UNROLL
+        for (float& value : part.values) value *= factor;
+        part.store(elements);
+      },
+      [&](auto code, auto& element) {
+        using Code = decltype(code);
+        element = Code::nearest(Code::decode(element) * factor);
+      });
+}
+
+constexpr GradientKernels kGradientKernels = {
+    kGradientTile,
+    [](const Gradients& args, void* stream) -> int {
+      const auto blocks = args.num_tiles < kNormBlocks ? args.num_tiles : kNormBlocks;
+      norm_kernel<<<static_cast<unsigned>(blocks), kGradientThreads, 0,
+                    static_cast<cudaStream_t>(stream)>>>(args);
+      return cudaGetLastError();
+    },
+    [](const Gradients& args, float max_norm, float* norm, void* stream) -> int {
+      clip_kernel<<<static_cast<unsigned>(args.num_tiles), kGradientThreads, 0,
+                    static_cast<cudaStream_t>(stream)>>>(args, max_norm, norm);
+      return cudaGetLastError();
+    },
+};
+
+#else
+
+// Calls f(Code, elements, count) for each tile of a range.
+template <class F>
+void visit_tiles(const Gradients& args, F f) {
+  for (int64_t i = args.first_tile; i < args.first_tile + args.num_tiles; ++i) {
+    const int64_t tensor = tensor_of(args.index, i);
+    void* grad = place_of(args, tensor);
+    const TensorRow& row = args.rows[tensor];
+    const int64_t begin = (i - args.index.first_tiles[tensor]) * kGradientTile;
+    const int64_t left = row.numel - begin;
+    with_code(row.grad_code, [&](auto code) {
+      using Storage = typename decltype(code)::Storage;
+      const int64_t count = !grad ? 0 : left < kGradientTile ? left : kGradientTile;
+      f(i, code, static_cast<Storage*>(grad) + begin, count);
+    });
+  }
+}
+
+constexpr GradientKernels kGradientKernels = {
+    kGradientTile,
+    [](const Gradients& args, void*) -> int {
+      visit_tiles(args, [&](int64_t tile, auto code, const auto* elements, int64_t count) {
+        constexpr int N = 256;
+        double sum = 0;
+        for (int64_t i = 0; i < count; i += N) {
+          float values[N] = {};
+          const int64_t end = count - i < N ? count - i : N;
+          for (int64_t j = 0; j < end; ++j) values[j] = decltype(code)::decode(elements[i + j]);
+          const Squares found = squares(values);
+          sum += found.sum;
+          if (!found.is_finite && args.found_inf) {
+            __atomic_store_n(reinterpret_cast<uint32_t*>(args.found_inf), 0x3f800000u,
+                             __ATOMIC_RELAXED);  // 1
+          }
+        }
+        args.partials[tile] = sum;
+      });
+      return 0;
+    },
+    [](const Gradients& args, float max_norm, float* norm_out, void*) -> int {
+      const double norm = std::sqrt(*args.total);
+      if (args.first_tile == 0) *norm_out = static_cast<float>(norm);
+      const float factor = clip_factor(norm, max_norm);
+      if (factor == 1) return 0;
+      visit_tiles(args, [&](int64_t, auto code, auto* elements, int64_t count) {
+        using Code = decltype(code);
+        for (int64_t i = 0; i < count; ++i) {
+          elements[i] = Code::nearest(Code::decode(elements[i]) * factor);
+        }
+      });
+      return 0;
+    },
+};
+
+#endif
+
+}  // namespace fusedopt
