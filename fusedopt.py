@@ -271,6 +271,12 @@ def _fallback_dir() -> Path:
     return Path(tempfile.gettempdir(), f"fusedopt-{os.getuid()}")
 
 
+def _may_write(folder: Path) -> bool:
+    """Say whether ``folder`` can be written, or made."""
+    existing = next(place for place in (folder, *folder.parents) if place.exists())
+    return os.access(existing, os.W_OK)
+
+
 def _is_trusted(folder: Path) -> bool:
     """Say whether ``folder`` was named by the user or, in the shared /tmp, can only be ours."""
     if folder != _fallback_dir():
@@ -430,7 +436,7 @@ class _Binary(NamedTuple):
         """Return the finished file if there is one, built for at least our architectures."""
         stem, archs = self.stem(), set(self.archs())
         places = [self.folder / "prebuilt", _cache_dir()]
-        if not os.access(_cache_dir(), os.W_OK):  # then this is where it was built
+        if not _may_write(_cache_dir()):  # then this is where it was built
             places.append(_fallback_dir())
         for place in places:
             for path in sorted(place.glob(f"{stem}*.so")) if _is_trusted(place) else ():
@@ -606,7 +612,7 @@ _BLOCK = 256  # elements that share one scale, kScaleBlock in C++
 _SMALL = 4096  # tensors of fewer elements keep fp32 states whatever was asked
 _MASK = 0xFFFFFFFF
 _SALT = 0x9E3779B9
-_FACTORS = (1, 0x2C9277B5, 0xAC564B05, 0x5F356495)
+_FACTORS = (1, 0xF80FF809, 0xEEE93E3D, 0x78230551)
 _WEIGHT_STREAM = 3  # random stream of the weight; state n draws stream n
 
 
@@ -616,6 +622,16 @@ class _Role(Enum):
     MOMENT = auto()
     SECOND_MOMENT = auto()  # kept as its square root, never rounded to zero
     MAXIMUM = auto()  # likewise, but rounded to nearest
+    WEIGHT = auto()
+
+    @property
+    def is_square(self) -> bool:
+        return self in (_Role.SECOND_MOMENT, _Role.MAXIMUM)
+
+    @property
+    def forgets(self) -> bool:
+        """Or else scales are powers of two, for values must not be rounded anew all the time."""
+        return self in (_Role.MOMENT, _Role.SECOND_MOMENT)
 
 
 def _fold_product(x: Tensor, factor: int) -> Tensor:
@@ -656,7 +672,7 @@ def _decode(code: _Code, role: _Role, raw: Tensor, scale: Tensor | None) -> Tens
         return values
     assert scale is not None
     values = (_per_block(values) * scale[:, None]).flatten()[: raw.numel()]
-    return values if role is _Role.MOMENT else values.square()
+    return values.square() if role.is_square else values
 
 
 def _encode(
@@ -666,9 +682,12 @@ def _encode(
     scale = None
     x = values
     if code.top is not None:
-        x = values if role is _Role.MOMENT else values.sqrt()
+        x = values.sqrt() if role.is_square else values
         blocks = _per_block(x)
         amax = blocks.abs().where(blocks.isfinite(), 0).amax(dim=1)
+        if not role.forgets:
+            half_a_step = 1 << (22 - code.mantissa)  # which may round it up to the next power
+            amax = ((amax.view(torch.int32) + half_a_step) & 0x7F800000).view(torch.float32) * 2
         scale = (amax * 2.0**-code.top).clamp(min=2.0**-126).where(amax > 0, 1)
         x = (blocks * (1 / scale)[:, None]).flatten()[: values.numel()]
         x = x.where(x.isfinite(), torch.nan)
@@ -678,7 +697,7 @@ def _encode(
         raw = x.to(code.dtype)
     else:
         raw = _round_stochastic(code, x, noise(x.numel()))
-    if role is not _Role.MOMENT:
+    if role.is_square:
         smallest = torch.ones_like(raw.view(_INT_OF[raw.element_size()])).view(raw.dtype)
         raw = torch.where((raw.float() == 0) & (values > 0), smallest, raw)
     return raw, scale
@@ -1165,11 +1184,13 @@ def _read_weight(place: _Weight, state: Mapping[str, Any]) -> Tensor:
     data, master = place.data, state.get("master_param")
     if master is not None and master.dtype not in _REMAINDERS:
         scale = state.get("master_param_scale")
-        return _in_order(data, _unscaled(master, scale, _Role.MOMENT))
-    if master is not None and data.dtype is torch.bfloat16:
-        if _layout(master) != _layout(data) or master.device != data.device:
-            master = torch.empty_like(data, dtype=master.dtype).copy_(master)
-        return _join(_flat(data), _flat(master))
+        return _in_order(data, _unscaled(master, scale, _Role.WEIGHT))
+    if master is not None and data.dtype in (torch.bfloat16, torch.float32):
+        half = _flat(data).bfloat16()
+        if data.dtype is torch.bfloat16 or torch.equal(half.float(), _flat(data)):
+            if _layout(master) != _layout(data) or master.device != data.device:
+                master = torch.empty_like(data, dtype=master.dtype).copy_(master)
+            return _join(half, _flat(master))
     # No master, or a remainder whose bf16 half is gone: what the parameter is now is all there is.
     flat = _flat(data).float()
     return flat if place.scaling is None else flat * place.scaling[2]
@@ -1189,7 +1210,7 @@ def _write_weight(
     if isinstance(form.master, torch.dtype):
         half, remainder = _split(weight, form.master, noise)
         return [(data, half), (master, remainder)]
-    raw, scale = _encode(form.master, _Role.MOMENT, weight, noise)
+    raw, scale = _encode(form.master, _Role.WEIGHT, weight, noise)
     writes = [(master, raw)]
     if scale is not None:
         writes.append((state["master_param_scale"], scale))
@@ -1215,7 +1236,7 @@ def _as_number(value: Any, name: str) -> float:
         raise ValueError(f"{name} must be one number, got {value!r}")
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{name} must be one number, got {value!r}") from None
 
 
@@ -1251,6 +1272,7 @@ class _FusedOptimizer(torch.optim.Optimizer):
     """
 
     _rule: str
+    _state_names: tuple[str, ...]  # of all states that there may be
     _hyperparameters: tuple[str, ...]
     # The keys of a group that decide what is kept: storage, which a checkpoint converts to.
     _modes: tuple[str, ...] = (
@@ -1279,7 +1301,7 @@ class _FusedOptimizer(torch.optim.Optimizer):
             raise ValueError(
                 f"max_grad_norm must be None, or finite and above 0, got {max_grad_norm}"
             )
-        if not isinstance(seed, int) or not 0 <= seed <= _MASK:
+        if type(seed) is not int or not 0 <= seed <= _MASK:
             raise ValueError(f"seed must be an integer in [0, 2**32), got {seed!r}")
         self.max_grad_norm, self.grad_norm = max_grad_norm, None
         self._skipped: Tensor | None = None
@@ -1353,6 +1375,12 @@ class _FusedOptimizer(torch.optim.Optimizer):
 
     def _validate(self, group: dict[str, Any]) -> None:
         """Raise ValueError unless the group can be honoured; normalise its values in place."""
+        for name in ("max_grad_norm", "seed", "set_grad_none"):
+            if name in group:
+                raise ValueError(
+                    f"{name} is one for the whole optimizer: give it to the constructor, "
+                    "not to a group"
+                )
         for name in ("lr", "weight_decay"):
             if not 0 <= _as_number(group[name], name) < math.inf:
                 raise ValueError(f"{name} must be finite and at least 0, got {group[name]}")
@@ -1367,7 +1395,8 @@ class _FusedOptimizer(torch.optim.Optimizer):
                 "master_weight_dtype must be torch.float32 or torch.float16, "
                 f"got {group['master_weight_dtype']}"
             )
-        if group["master_weight_bits"] not in (None, 24):
+        bits = group["master_weight_bits"]
+        if bits is not None and (type(bits) is not int or bits != 24):
             raise ValueError(
                 f"master_weight_bits must be None or 24, got {group['master_weight_bits']!r}"
             )
@@ -1497,6 +1526,8 @@ class _FusedOptimizer(torch.optim.Optimizer):
             state.pop("master_param_scale", None)
             if master is not None:
                 self._set_master(param, form, _read_weight(place, source))
+            elif copy and "master_param" in source and place.data.dtype is torch.float32:
+                _flat(place.data).copy_(_read_weight(place, source))
         if place.largest and place.scaling is not None:  # with the checkpoint too
             for mine, name in zip(place.scaling, _SCALING, strict=True):
                 if copy and name in source:
@@ -1953,7 +1984,8 @@ class _FusedOptimizer(torch.optim.Optimizer):
         How states and masters are kept is what this optimizer was constructed with: what was saved
         otherwise is converted, one tensor at a time. Hyperparameters are the file's; a key that a
         saved group lacks keeps the constructor's value. Load the model first: a file with
-        remainders holds only what its bf16 parameters lack.
+        remainders holds only what its bf16 parameters lack. fp32 parameters, which have no master,
+        become what the file's master was.
 
         Args:
             state_dict: what state_dict() returned, here or in torch.optim.
@@ -1965,6 +1997,8 @@ class _FusedOptimizer(torch.optim.Optimizer):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
+        if missing := {"state", "param_groups"} - state_dict.keys():
+            raise ValueError(f"this is no optimizer's state_dict: it has no {min(missing)}")
         saved_groups = [dict(group) for group in state_dict["param_groups"]]
         params = self._matching_params(saved_groups, state_dict["state"])
         groups = [
@@ -2012,7 +2046,15 @@ class _FusedOptimizer(torch.optim.Optimizer):
             params.update(zip(saved["params"], group["params"], strict=True))
         for key, param in params.items():
             for name, value in saved_state.get(key, {}).items():
-                if name == "step" or name in _SCALING or value is None:
+                known = (*self._state_names, "master_param")
+                if name == "step" or name in _SCALING:
+                    continue
+                if name.removesuffix("_scale") not in known:
+                    raise ValueError(
+                        f"the checkpoint is of another optimizer: parameter {key} has {name}, "
+                        f"{type(self).__name__} keeps {', '.join(self._state_names)}"
+                    )
+                if value is None:
                     continue
                 if not isinstance(value, Tensor):
                     raise ValueError(
@@ -2358,6 +2400,7 @@ class FusedAdam(_FusedOptimizer):
     """
 
     _rule = "Adam"
+    _state_names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
     _hyperparameters = (
         "maximize",
         "lr",
@@ -2497,6 +2540,7 @@ class FusedSGD(_FusedOptimizer):
     """
 
     _rule = "SGD"
+    _state_names = ("momentum_buffer",)
     _hyperparameters = (
         "maximize",
         "lr",
@@ -2633,6 +2677,7 @@ class FusedLion(_FusedOptimizer):
     """
 
     _rule = "Lion"
+    _state_names = ("exp_avg",)
     _hyperparameters = ("maximize", "lr", "betas", "weight_decay")
     _modes = (*_FusedOptimizer._modes, "exp_avg_dtype")
     _structure = _modes
@@ -2677,9 +2722,9 @@ class FusedLion(_FusedOptimizer):
     ) -> tuple[Tensor, list[Tensor]]:
         (exp_avg,), (beta1, beta2) = states, group["betas"]
         lr, decay = group["lr"], group["weight_decay"]
-        update = exp_avg + (grad - exp_avg) * (1 - beta1)
+        update = beta1 * exp_avg + (1 - beta1) * grad
         sign = update.sign().where(~update.isnan(), update)
-        exp_avg = exp_avg + (grad - exp_avg) * (1 - beta2)
+        exp_avg = beta2 * exp_avg + (1 - beta2) * grad
         if decay != 0:
             weight = weight - weight * (lr * decay)
         return weight - sign * lr, [exp_avg]

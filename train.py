@@ -34,6 +34,7 @@ import torch
 import torch.nn.functional as F
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException
+from hydra.types import RunMode
 from hydra.utils import get_object, instantiate, to_absolute_path
 from matplotlib.figure import Figure
 from omegaconf import DictConfig
@@ -89,6 +90,15 @@ def as_tensor(contents: list[bytes]) -> Tensor:
 # ---------------------------------------------------------------------------- models (conf/model)
 
 
+def check_sizes(vocab_size: int, **sizes: int) -> None:
+    for name, value, least in (
+        ("vocab_size", vocab_size, 256),
+        *((name, value, 1) for name, value in sizes.items()),
+    ):
+        if type(value) is not int or value < least:
+            raise ValueError(f"{name} must be an integer >= {least}, got {value!r}")
+
+
 class Block(nn.Module):
     """Attention, then a perceptron, each behind a norm and beside a shortcut."""
 
@@ -116,6 +126,7 @@ class GPT(nn.Module):
 
     def __init__(self, layers: int, heads: int, width: int, context: int, vocab_size: int) -> None:
         super().__init__()
+        check_sizes(vocab_size, layers=layers, heads=heads, width=width, context=context)
         if width % heads:
             raise ValueError(f"width must be a multiple of heads, got {width} and {heads}")
         self.context = context
@@ -143,6 +154,9 @@ class MLP(nn.Module):
 
     def __init__(self, last: int, width: int, vocab_size: int) -> None:
         super().__init__()
+        check_sizes(vocab_size, last=last, width=width)
+        if width % 4:
+            raise ValueError(f"width must be a multiple of 4, got {width}")
         self.last = last
         self.token = nn.Embedding(vocab_size, width // 4)
         self.up = nn.Linear(last * (width // 4), width)
@@ -201,8 +215,8 @@ class Run:
         self.device = pick_device(config.device)
         check_combination(config, trainer)
         self.autocast = DTYPES.get(config.precision.autocast)
-        if not isinstance(config.seed, int) or config.seed < 0:
-            raise ConfigError(f"seed must be an integer >= 0, got {config.seed!r}")
+        if type(config.seed) is not int or not 0 <= config.seed < 2**63:
+            raise ConfigError(f"seed must be an integer in [0, 2**63), got {config.seed!r}")
         torch.manual_seed(config.seed)
         self.sampler = torch.Generator().manual_seed(config.seed)
         self.train_bytes, self.validation_bytes = (
@@ -608,7 +622,12 @@ def load_checkpoint(where: str) -> dict[str, Any]:
         content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         missing = {"step", "overrides", "model", "optimizer"} - content.keys()
     except (OSError, EOFError, RuntimeError, AttributeError, pickle.UnpicklingError) as error:
-        raise ConfigError(f"resume must be a run's folder or its checkpoint.pt: {error}") from error
+        reason = (
+            error.strerror if isinstance(error, FileNotFoundError) else "not written by train.py"
+        )
+        raise ConfigError(
+            f"resume must be a run's folder or its checkpoint.pt, got {path}: {reason}"
+        ) from error
     if missing:
         raise ConfigError(f"resume: train.py did not write {path}, it has no {min(missing)}")
     return content
@@ -616,6 +635,18 @@ def load_checkpoint(where: str) -> dict[str, Any]:
 
 def restore(run: Run, content: dict[str, Any]) -> None:
     """Put a fresh run where the checkpoint was, bit for bit."""
+    if content["step"] >= run.trainer.steps:
+        raise ConfigError(
+            f"resume: the checkpoint is at step {content['step']}, trainer.steps="
+            f"{run.trainer.steps} leaves nothing to do"
+        )
+    states = content["optimizer"]["state"].values()
+    names = {name for state in states for name in state}
+    if not hasattr(run.optimizer, "backend") and any("master" in n or "scale" in n for n in names):
+        raise ConfigError(
+            "resume: torch.optim cannot read the checkpoint's optimizer state; a fused optimizer "
+            "is allowed"
+        )
     settings = [dict(group) for group in run.optimizer.param_groups]
     try:
         run.model.load_state_dict(content["model"])
@@ -715,8 +746,8 @@ def draw_losses(run: Run) -> None:
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
 def main(config: DictConfig) -> float:
     """One run, from its settings to its table."""
-    with errors_in_one_line():
-        job = HydraConfig.get()
+    job = HydraConfig.get()
+    with errors_in_one_line(stop=job.mode is not RunMode.MULTIRUN):
         overrides = {key_of(override): override for override in job.overrides.task}
         checkpoint = load_checkpoint(config.resume) if config.resume is not None else None
         if checkpoint is not None:  # its settings, and over them those given now
@@ -735,12 +766,17 @@ def key_of(override: str) -> str:
 
 
 @contextmanager
-def errors_in_one_line() -> Iterator[None]:
-    """What the user got wrong becomes a line that says what is allowed, and exit code 2."""
+def errors_in_one_line(stop: bool = True) -> Iterator[None]:
+    """What the user got wrong becomes a line that says what is allowed, and exit code 2.
+
+    Without `stop` the error goes on: Hydra then runs the other jobs first.
+    """
     try:
         yield
     except (ConfigError, HydraException, OmegaConfBaseException) as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
+        if not stop:
+            raise
         sys.exit(2)
     except KeyboardInterrupt:
         print("stopped; the run's folder keeps its last whole checkpoint.pt", file=sys.stderr)

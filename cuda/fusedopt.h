@@ -6,10 +6,8 @@
 
 #if defined(__CUDACC__)
 #define FUSEDOPT_HD __host__ __device__ __forceinline__
-#define FUSEDOPT_NOINLINE __host__ __device__ __noinline__
 #else
 #define FUSEDOPT_HD inline __attribute__((always_inline))
-#define FUSEDOPT_NOINLINE __attribute__((noinline))
 #endif
 
 #if defined(__CUDA_ARCH__)

@@ -98,11 +98,17 @@ FUSEDOPT_HD void advance_tensor(const Advance& args, const uint64_t* words, int 
 
 // ---- memory: N elements of a tensor, in registers or on a CPU thread's stack -------------------
 
-// N elements of a tensor from offset on. Those past the last one are read as the last one, which
+// Elements of a tensor: runs of kRun that lie kRunStride apart, the first one at offset (which has
+// zeros where the places have bits). Those past the last one are read as the last one, which
 // changes no block's largest element, and are not written.
+constexpr int kRunStride = 128;
+
+template <int kRunLength>
 struct Span {
+  static constexpr int kRun = kRunLength;
   int64_t offset;
   int64_t last;
+  static FUSEDOPT_HD int place(int i) { return i / kRun * kRunStride + i % kRun; }
 };
 
 #if defined(__CUDACC__)
@@ -144,47 +150,52 @@ struct Piece<4> {
 };
 #endif
 
-template <bool kWhole, class T, int N>
-FUSEDOPT_HD void load(const void* base, Span span, T (&out)[N]) {
+template <bool kWhole, class T, int N, int kRun>
+FUSEDOPT_HD void load(const void* base, Span<kRun> span, T (&out)[N]) {
+  const T* source = static_cast<const T*>(base);
   if constexpr (kWhole) {
-    const T* source = static_cast<const T*>(base) + span.offset;
 #ifdef __CUDA_ARCH__
-    Piece<sizeof out> pieces[sizeof out / sizeof(Piece<sizeof out>)];
+    constexpr int kBytes = sizeof(T) * (kRun < N ? kRun : N);
+    Piece<kBytes> pieces[sizeof out / sizeof(Piece<kBytes>)];
+    constexpr int kOfPiece = sizeof pieces[0] / sizeof(T);
     FUSEDOPT_UNROLL
-    for (int i = 0; i < static_cast<int>(sizeof out / sizeof pieces[0]); ++i) {
-      pieces[i].load(reinterpret_cast<const char*>(source) + i * sizeof pieces[0]);
+    for (int i = 0; i < N / kOfPiece; ++i) {
+      pieces[i].load(source + span.offset + span.place(i * kOfPiece));
     }
     memcpy(out, pieces, sizeof out);
 #else
-    memcpy(out, source, sizeof out);
+    memcpy(out, source + span.offset, sizeof out);
 #endif
   } else {
     FUSEDOPT_UNROLL
     for (int i = 0; i < N; ++i) {
-      const int64_t index = span.offset + i;
-      out[i] = static_cast<const T*>(base)[index < span.last ? index : span.last];
+      const int64_t index = span.offset + span.place(i);
+      out[i] = source[index < span.last ? index : span.last];
     }
   }
 }
 
-template <bool kWhole, class T, int N>
-FUSEDOPT_HD void store(void* base, Span span, const T (&in)[N]) {
-  T* target = static_cast<T*>(base) + span.offset;
+template <bool kWhole, class T, int N, int kRun>
+FUSEDOPT_HD void store(void* base, Span<kRun> span, const T (&in)[N]) {
+  T* target = static_cast<T*>(base);
   if constexpr (kWhole) {
 #ifdef __CUDA_ARCH__
-    Piece<sizeof in> pieces[sizeof in / sizeof(Piece<sizeof in>)];
+    constexpr int kBytes = sizeof(T) * (kRun < N ? kRun : N);
+    Piece<kBytes> pieces[sizeof in / sizeof(Piece<kBytes>)];
+    constexpr int kOfPiece = sizeof pieces[0] / sizeof(T);
     memcpy(pieces, in, sizeof in);
     FUSEDOPT_UNROLL
-    for (int i = 0; i < static_cast<int>(sizeof in / sizeof pieces[0]); ++i) {
-      pieces[i].store(reinterpret_cast<char*>(target) + i * sizeof pieces[0]);
+    for (int i = 0; i < N / kOfPiece; ++i) {
+      pieces[i].store(target + span.offset + span.place(i * kOfPiece));
     }
 #else
-    memcpy(target, in, sizeof in);
+    memcpy(target + span.offset, in, sizeof in);
 #endif
   } else {
     FUSEDOPT_UNROLL
     for (int i = 0; i < N; ++i) {
-      if (span.offset + i <= span.last) target[i] = in[i];
+      const int64_t index = span.offset + span.place(i);
+      if (index <= span.last) target[index] = in[i];
     }
   }
 }
@@ -273,11 +284,11 @@ struct Slice {
   typename Stream::Storage raw[N];
   float scale;
 
-  template <bool kWhole>
-  FUSEDOPT_HD void load(const void* base, const float* scales, Span span) {
+  template <bool kWhole, int kRun>
+  FUSEDOPT_HD void load(const void* base, const float* scales, Span<kRun> span) {
     if constexpr (Stream::kBlockScaled) {
       float block[1];
-      const Span blocks = {span.offset >> kScaleBlockBits, span.last >> kScaleBlockBits};
+      const Span<1> blocks = {span.offset >> kScaleBlockBits, span.last >> kScaleBlockBits};
       fusedopt::load<kWhole>(scales, blocks, block);
       scale = block[0];
     }
@@ -286,8 +297,8 @@ struct Slice {
 
   FUSEDOPT_HD void read(float (&values)[N]) const { Stream::decode(raw, scale, values); }
 
-  template <bool kWhole, class Math>
-  FUSEDOPT_HD void write(void* base, float* scales, Span span, const float (&values)[N],
+  template <bool kWhole, int kRun, class Math>
+  FUSEDOPT_HD void write(void* base, float* scales, Span<kRun> span, const float (&values)[N],
                          const Random<16, N>& random, int stream, Math (&math)[N]) {
     float kept[N];
     FUSEDOPT_UNROLL
@@ -316,12 +327,12 @@ struct Slice {
 // The states of a rule, one slice each; state n draws random stream n.
 template <int N, int kIndex, class Rule, class... Codes>
 struct States {
-  template <bool kWhole>
-  FUSEDOPT_HD void load(const TensorRow&, Span) {}
+  template <bool kWhole, int kRun>
+  FUSEDOPT_HD void load(const TensorRow&, Span<kRun>) {}
   FUSEDOPT_HD void read(float (&)[kMaxStates][N]) const {}
-  template <bool kWhole, class Math>
-  FUSEDOPT_HD void write(const TensorRow&, Span, float (&)[kMaxStates][N], const Random<16, N>&,
-                         Math (&)[N]) {}
+  template <bool kWhole, int kRun, class Math>
+  FUSEDOPT_HD void write(const TensorRow&, Span<kRun>, float (&)[kMaxStates][N],
+                         const Random<16, N>&, Math (&)[N]) {}
 };
 
 template <int N, int kIndex, class Rule, class Code, class... Codes>
@@ -329,8 +340,8 @@ struct States<N, kIndex, Rule, Code, Codes...> {
   Slice<Stream<Code, Rule::kRoles[kIndex]>, N> first;
   States<N, kIndex + 1, Rule, Codes...> rest;
 
-  template <bool kWhole>
-  FUSEDOPT_HD void load(const TensorRow& row, Span span) {
+  template <bool kWhole, int kRun>
+  FUSEDOPT_HD void load(const TensorRow& row, Span<kRun> span) {
     first.template load<kWhole>(row.states[kIndex], row.state_scales[kIndex], span);
     rest.template load<kWhole>(row, span);
   }
@@ -338,8 +349,8 @@ struct States<N, kIndex, Rule, Code, Codes...> {
     first.read(values[kIndex]);
     rest.read(values);
   }
-  template <bool kWhole, class Math>
-  FUSEDOPT_HD void write(const TensorRow& row, Span span, float (&values)[kMaxStates][N],
+  template <bool kWhole, int kRun, class Math>
+  FUSEDOPT_HD void write(const TensorRow& row, Span<kRun> span, float (&values)[kMaxStates][N],
                          const Random<16, N>& random, Math (&math)[N]) {
     first.template write<kWhole>(row.states[kIndex], row.state_scales[kIndex], span, values[kIndex],
                                  random, kIndex, math);
@@ -352,15 +363,15 @@ constexpr int kWeightStream = kMaxStates;  // its random stream
 
 template <class P, bool kStochastic, class Master, int N>  // a master kept apart; P is only written
 struct Weight {
-  Slice<Stream<Master, Role::kMoment>, N> master;
+  Slice<Stream<Master, Role::kWeight>, N> master;
 
-  template <bool kWhole>
-  FUSEDOPT_HD void load(const TensorRow& row, Span span) {
+  template <bool kWhole, int kRun>
+  FUSEDOPT_HD void load(const TensorRow& row, Span<kRun> span) {
     master.template load<kWhole>(row.master, row.master_scale, span);
   }
   FUSEDOPT_HD void read(float (&values)[N]) const { master.read(values); }
-  template <bool kWhole>
-  FUSEDOPT_HD void write(const TensorRow& row, Span span, float (&values)[N], uint32_t key) {
+  template <bool kWhole, int kRun>
+  FUSEDOPT_HD void write(const TensorRow& row, Span<kRun> span, float (&values)[N], uint32_t key) {
     typename P::Storage raw[N];
     if constexpr (sizeof(typename P::Storage) == 1) {  // fp8: one delayed scale per tensor
       const float scale = *row.fp8_scale;
@@ -376,7 +387,7 @@ struct Weight {
     store<kWhole>(row.param, span, raw);
     Exact no_roots[N];
     master.template write<kWhole>(row.master, row.master_scale, span, values,
-                                  Random<16, N>(key, kWeightStream / 2, span.offset), kWeightStream,
+                                  Random<16, N>(key, kWeightStream / 2, span), kWeightStream,
                                   no_roots);
   }
 };
@@ -385,17 +396,18 @@ template <class P, bool kStochastic, int N>
 struct Weight<P, kStochastic, None, N> {
   typename P::Storage raw[N];
 
-  template <bool kWhole>
-  FUSEDOPT_HD void load(const TensorRow& row, Span span) {
+  template <bool kWhole, int kRun>
+  FUSEDOPT_HD void load(const TensorRow& row, Span<kRun> span) {
     fusedopt::load<kWhole>(row.param, span, raw);
   }
   FUSEDOPT_HD void read(float (&values)[N]) const { decode<P>(raw, values); }
-  template <bool kWhole>
-  FUSEDOPT_HD void write(const TensorRow& row, Span span, float (&values)[N], uint32_t key) {
+  template <bool kWhole, int kRun>
+  FUSEDOPT_HD void write(const TensorRow& row, Span<kRun> span, float (&values)[N], uint32_t key) {
     if constexpr (kStochastic) {
-      const Random<16, N> random(key, kWeightStream / 2, span.offset);
+      uint32_t bits[N];
+      Random<16, N>(key, kWeightStream / 2, span).bits(kWeightStream, bits);
       FUSEDOPT_UNROLL
-      for (int i = 0; i < N; ++i) raw[i] = P::stochastic(values[i], random.bits(i, kWeightStream));
+      for (int i = 0; i < N; ++i) raw[i] = P::stochastic(values[i], bits[i]);
     } else {
       encode_nearest<P>(values, raw);
     }
@@ -408,15 +420,15 @@ struct Weight<P, kStochastic, Split<R>, N> {
   uint16_t half[N];
   R remainder[N];
 
-  template <bool kWhole>
-  FUSEDOPT_HD void load(const TensorRow& row, Span span) {
+  template <bool kWhole, int kRun>
+  FUSEDOPT_HD void load(const TensorRow& row, Span<kRun> span) {
     fusedopt::load<kWhole>(row.param, span, half);
     fusedopt::load<kWhole>(row.master, span, remainder);
   }
   FUSEDOPT_HD void read(float (&values)[N]) const { Split<R>::join(half, remainder, values); }
-  template <bool kWhole>
-  FUSEDOPT_HD void write(const TensorRow& row, Span span, float (&values)[N], uint32_t key) {
-    Split<R>::split(values, Random<8, N>(key, kWeightStream / 2, span.offset), half, remainder);
+  template <bool kWhole, int kRun>
+  FUSEDOPT_HD void write(const TensorRow& row, Span<kRun> span, float (&values)[N], uint32_t key) {
+    Split<R>::split(values, Random<8, N>(key, kWeightStream / 2, span), half, remainder);
     store<kWhole>(row.param, span, half);
     store<kWhole>(row.master, span, remainder);
   }
@@ -442,14 +454,20 @@ struct Layout<Signature<R, P, G, M, kStochastic, Codes...>> {
   static constexpr bool kBlockScaled =
       (Codes::kBlockScaled || ...) || M::kBlockScaled || sizeof(typename P::Storage) == 1;
   static constexpr size_t kWidest = widest<P, G, M, Codes...>();
+  static constexpr bool kOnlyFp32 = std::is_same_v<P, F32> && std::is_same_v<G, F32> &&
+                                    std::is_same_v<M, None> && (std::is_same_v<Codes, F32> && ...);
   static constexpr int kElements = kBlockScaled || kWidest < sizeof(float) ? 8 : 4;
   static constexpr int kThreads = 128;
+  // Neighbouring threads access neighbouring pieces of at most 16 bytes.
+  static constexpr int kRun = kElements * kWidest > 16 ? 4 : kElements;
   // Bounds the registers of a thread, so that enough warps wait for memory at once.
   static constexpr bool kNeedsMost =
       sizeof...(Codes) == 3 || M::kBlockScaled || sizeof(typename P::Storage) == 1;
   static constexpr bool kNeedsMore =
-      ((Codes::kBlockScaled && sizeof(typename Codes::Storage) == 2) || ...);
-  static constexpr int kBlocksPerMultiprocessor = kElements == 4 ? 12
+      kRun < kElements || ((Codes::kBlockScaled && sizeof(typename Codes::Storage) == 2) || ...);
+  static constexpr bool kOnlyWide = (std::is_same_v<M, None> || sizeof(typename M::Storage) == 4) &&
+                                    ((sizeof(typename Codes::Storage) == 4) && ...);
+  static constexpr int kBlocksPerMultiprocessor = kElements == 4 ? (kOnlyWide ? 12 : 10)
                                                   : kNeedsMost   ? 6
                                                   : kNeedsMore   ? 8
                                                                  : 9;
@@ -459,9 +477,9 @@ struct Layout<Signature<R, P, G, M, kStochastic, Codes...>> {
   using StatesOf = States<N, 0, R, Codes...>;
 };
 
-template <class S, int N, bool kWhole>
+template <class S, int N, bool kWhole, int kRun>
 FUSEDOPT_HD void update_slice(const TensorRow& row, const Ready<typename S::Rule>& ready,
-                              Span span) {
+                              Span<kRun> span, const TensorRow& row_in_memory) {
   using Math = std::conditional_t<Layout<S>::kBlockScaled, Approximate, Exact>;
   using Grad = typename S::Grad;
   typename Layout<S>::template WeightOf<N> weight;
@@ -483,41 +501,47 @@ FUSEDOPT_HD void update_slice(const TensorRow& row, const Ready<typename S::Rule
     ready.rule.template apply<S::kStates>(values[i], grad[i] * ready.grad_factor, own, math[i]);
     for (int n = 0; n < S::kStates; ++n) state[n][i] = own[n];
   }
-  weight.template write<kWhole>(row, span, values, ready.key);
-  const Random<16, N> random(ready.key, 0, span.offset);  // rules have at most two random states
-  states.template write<kWhole>(row, span, state, random, math);
+#ifdef __CUDA_ARCH__
+  // Where registers are few, pointers are read once more rather than kept.
+  if (!Layout<S>::kBlockScaled) asm volatile("" ::: "memory");
+#endif
+  const TensorRow target = Layout<S>::kBlockScaled ? row : row_in_memory;
+  weight.template write<kWhole>(target, span, values, ready.key);
+  const Random<16, N> random(ready.key, 0, span);  // rules have at most two random states
+  states.template write<kWhole>(target, span, state, random, math);
 }
+
+#if defined(__CUDACC__)
 
 // A slice that reaches over its tensor's end, or whose memory is not aligned. Neither inlined nor
 // given what is read already: that would cost the others registers and instructions.
-template <class S, int N>
-FUSEDOPT_NOINLINE void update_partial_slice(const TensorRow* rows, const void* readies,
-                                            int64_t tensor, Span span) {
+template <class S, int N, int kRun>
+__device__ __noinline__ void update_partial_slice(const TensorRow* rows, const void* readies,
+                                                  int64_t tensor, Span<kRun> span) {
   const TensorRow row = rows[tensor];
   const auto ready = static_cast<const Ready<typename S::Rule>*>(readies)[tensor];
-  update_slice<S, N, false>(row, ready, span);
+  update_slice<S, N, false, kRun>(row, ready, span, row);
 }
 
 // One tile: the elements [begin, begin + kTile) of a tensor, of which this thread does N. A single
 // look at everything lets all of it be read side by side.
-template <class S, int N>
-FUSEDOPT_HD void update_tile(const TensorRow* rows, const void* readies, int64_t tensor,
-                             int64_t begin, int64_t tile, int64_t offset) {
+template <class S, int N, int kRun>
+__device__ __forceinline__ void update_tile(const TensorRow* rows, const void* readies,
+                                            int64_t tensor, int64_t begin, int64_t tile,
+                                            int64_t offset) {
   const TensorRow row = rows[tensor];  // copied: no store can change them
   const auto ready = static_cast<const Ready<typename S::Rule>*>(readies)[tensor];
   auto addresses = reinterpret_cast<uintptr_t>(ready.grad) |
                    reinterpret_cast<uintptr_t>(row.param) | reinterpret_cast<uintptr_t>(row.master);
   for (int n = 0; n < S::kStates; ++n) addresses |= reinterpret_cast<uintptr_t>(row.states[n]);
   const bool whole = ready.grad && addresses % 16 == 0 && begin + tile <= row.numel;
-  const Span span = {offset, row.numel - 1};
+  const Span<kRun> span = {offset, row.numel - 1};
   if (whole) {
-    update_slice<S, N, true>(row, ready, span);
+    update_slice<S, N, true, kRun>(row, ready, span, rows[tensor]);
   } else if (ready.grad) {
-    update_partial_slice<S, N>(rows, readies, tensor, span);
+    update_partial_slice<S, N, kRun>(rows, readies, tensor, span);
   }
 }
-
-#if defined(__CUDACC__)
 
 template <int kWords>
 struct Words {
@@ -561,8 +585,10 @@ __global__ void __launch_bounds__(Layout<S>::kThreads, Layout<S>::kBlocksPerMult
   constexpr int64_t kTile = Layout<S>::kThreads * Layout<S>::kElements;
   const int tensor = tensor_of(args.index, blockIdx.x);
   const int64_t begin = static_cast<int64_t>(blockIdx.x - args.index.first_tiles[tensor]) * kTile;
-  update_tile<S, Layout<S>::kElements>(args.rows, args.ready, tensor, begin, kTile,
-                                       begin + threadIdx.x * Layout<S>::kElements);
+  constexpr int kElements = Layout<S>::kElements, kRun = Layout<S>::kRun;
+  int offset = threadIdx.x * kElements;
+  if (kRun < kElements) offset = threadIdx.x / 32 * 32 * kElements + threadIdx.x % 32 * kRun;
+  update_tile<S, kElements, kRun>(args.rows, args.ready, tensor, begin, kTile, begin + offset);
 }
 
 // The words in the smallest launch that holds them: what is not there need not be sent.

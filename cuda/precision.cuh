@@ -11,8 +11,10 @@
 namespace fusedopt {
 
 // What a stream means decides how it is kept when its dtype is narrow: a second moment as its
-// square root and never rounded to zero; a running maximum likewise, but rounded to nearest.
-enum class Role { kMoment, kSecondMoment, kMaximum };
+// square root and never rounded to zero; a running maximum likewise, but rounded to nearest. What
+// forgets nothing (a maximum, a weight) has scales that are powers of two: a block's values are not
+// rounded anew whenever its largest one moves.
+enum class Role { kMoment, kSecondMoment, kMaximum, kWeight };
 
 FUSEDOPT_HD uint32_t float_bits(float x) {
   uint32_t bits;
@@ -84,9 +86,12 @@ struct Approximate {
 #endif
   }
 
-  // Without an eps, what counts as a root of zero must not be divided by: it is at most 2^-63.
   static FUSEDOPT_HD float denominator(float root, float factor, float eps) {
-    return fused_multiply_add(root, factor, fmaxf(eps, factor * power_of_two(-63)));
+#ifdef __CUDA_ARCH__
+    // Without an eps, what counts as a root of zero must not be divided by: it is at most 2^-63.
+    eps = fmaxf(eps, factor * power_of_two(-63));
+#endif
+    return fused_multiply_add(root, factor, eps);
   }
 
   static FUSEDOPT_HD float minus_quotient(float x, float a, float b) {
@@ -123,24 +128,36 @@ FUSEDOPT_HD uint32_t step_key(uint32_t seed, float step) {
 }
 
 // kBits random bits for each of N elements in two streams: the highest ones of a draw times a
-// factor, so that one draw serves neighbours and both streams. `offset` is a multiple of kPerDraw.
+// factor, so that one draw serves neighbours and both streams.
 template <int kBits, int N>
 struct Random {
   static constexpr int kPerDraw = 32 / kBits;
-  uint32_t draws[N / kPerDraw];
+  uint32_t draws[N < kPerDraw ? 1 : N / kPerDraw];
+  int first;  // element, of its draw
 
-  FUSEDOPT_HD Random(uint32_t key, uint32_t pair_of_streams, int64_t offset) {
-    const uint64_t draw = static_cast<uint64_t>(offset) / kPerDraw;
+  template <class Span>  // of multi_tensor.cuh
+  FUSEDOPT_HD Random(uint32_t key, uint32_t pair_of_streams, Span span)
+      : first(N < kPerDraw ? static_cast<int>(span.offset % kPerDraw) : 0) {
+    const uint64_t draw = static_cast<uint64_t>(span.offset) / kPerDraw;
     const uint32_t base = hash32(key + pair_of_streams * kStreamSalt) ^
                           static_cast<uint32_t>(draw) ^
                           static_cast<uint32_t>(draw >> 32) * kStreamSalt;
     FUSEDOPT_UNROLL
-    for (int i = 0; i < N / kPerDraw; ++i) draws[i] = hash32(base ^ static_cast<uint32_t>(i));
+    for (int i = 0; i < N; i += kPerDraw) {
+      draws[i / kPerDraw] = hash32(base ^ static_cast<uint32_t>(Span::place(i) / kPerDraw));
+    }
   }
 
-  FUSEDOPT_HD uint32_t bits(int i, int stream) const {
-    constexpr uint32_t kFactors[] = {1, 0x2c9277b5u, 0xac564b05u, 0x5f356495u};
-    return draws[i / kPerDraw] * kFactors[(i % kPerDraw + stream * kPerDraw) % 4] >> (32 - kBits);
+  FUSEDOPT_HD void bits(int stream, uint32_t (&out)[N]) const {
+    constexpr uint32_t kFactors[] = {1, 0xf80ff809u, 0xeee93e3du, 0x78230551u};
+    constexpr int kOfDraw = N < kPerDraw ? N : kPerDraw;
+    FUSEDOPT_UNROLL
+    for (int i = 0; i < N; i += kOfDraw) {
+      for (int j = 0; j < kOfDraw; ++j) {
+        const uint32_t factor = kFactors[((first + j) % kPerDraw + stream * kPerDraw) % 4];
+        out[i + j] = draws[i / kPerDraw] * factor >> (32 - kBits);
+      }
+    }
   }
 };
 
@@ -335,8 +352,10 @@ struct Stream {
   using Code = C;
   using Storage = typename Code::Storage;
   static constexpr bool kBlockScaled = Code::kBlockScaled;
-  static constexpr bool kRoot = kBlockScaled && kRole != Role::kMoment;
-  static constexpr bool kKeepsNonzero = kRole != Role::kMoment && sizeof(Storage) < sizeof(float);
+  static constexpr bool kIsSquare = kRole == Role::kSecondMoment || kRole == Role::kMaximum;
+  static constexpr bool kForgets = kRole == Role::kMoment || kRole == Role::kSecondMoment;
+  static constexpr bool kRoot = kBlockScaled && kIsSquare;
+  static constexpr bool kKeepsNonzero = kIsSquare && sizeof(Storage) < sizeof(float);
 
   template <int N>
   static FUSEDOPT_HD void decode(const Storage (&raw)[N], float scale, float (&values)[N]) {
@@ -353,8 +372,13 @@ struct Stream {
   // The scale of a block from the bits of its largest finite magnitude.
   static FUSEDOPT_HD float scale_of(uint32_t largest_bits) {
     if (largest_bits == 0) return 1;
-    const float largest = bits_float(largest_bits);
-    const float scale = (kRoot ? ::sqrtf(largest) : largest) * power_of_two(-Code::kTop);
+    float largest = bits_float(largest_bits);
+    if (kRoot) largest = ::sqrtf(largest);
+    if (!kForgets) {  // the power of two above it, also after it is rounded
+      const uint32_t half_a_step = 1u << (22 - Code::kMantissaBits);
+      largest = bits_float((float_bits(largest) + half_a_step) & 0x7f800000u) * 2;
+    }
+    const float scale = largest * power_of_two(-Code::kTop);
     return scale > power_of_two(-126) ? scale : power_of_two(-126);
   }
 
@@ -389,15 +413,19 @@ struct Stream {
         }
       }
       if constexpr (kRole != Role::kMaximum) {
+        uint32_t bits[N];
+        random.bits(stream, bits);
         FUSEDOPT_UNROLL
-        for (int i = 0; i < N; ++i) values[i] = Code::dither(values[i], random.bits(i, stream));
+        for (int i = 0; i < N; ++i) values[i] = Code::dither(values[i], bits[i]);
       }
       encode_nearest<Code>(values, raw);
     } else if constexpr (kRole == Role::kMaximum) {
       encode_nearest<Code>(values, raw);
     } else {
+      uint32_t bits[N];
+      random.bits(stream, bits);
       FUSEDOPT_UNROLL
-      for (int i = 0; i < N; ++i) raw[i] = Code::stochastic(values[i], random.bits(i, stream));
+      for (int i = 0; i < N; ++i) raw[i] = Code::stochastic(values[i], bits[i]);
     }
     if constexpr (kKeepsNonzero && !kBlockScaled) {
       FUSEDOPT_UNROLL
@@ -446,11 +474,11 @@ struct Split {
   template <int N>
   static FUSEDOPT_HD void split(const float (&values)[N], const Random<8, N>& random,
                                 uint16_t (&halves)[N], R (&remainders)[N]) {
-    uint32_t bits[N];
+    uint32_t bits[N] = {};
+    if constexpr (kMissing > 0) random.bits(0, bits);
     FUSEDOPT_UNROLL
     for (int i = 0; i < N; ++i) {
-      bits[i] = values[i] == values[i] ? float_bits(values[i]) : 0x7fc00000u;
-      if (kMissing > 0) bits[i] += random.bits(i, 0);
+      bits[i] += values[i] == values[i] ? float_bits(values[i]) : 0x7fc00000u;
     }
 #ifdef __CUDA_ARCH__
     uint32_t words[N / 2], missing[sizeof remainders / 4];

@@ -36,10 +36,12 @@ struct Adam {
     lerp_weight = static_cast<float>(lerp_from_grad ? -group.beta1 : 1 - group.beta1);
     beta2 = static_cast<float>(group.beta2);
     one_minus_beta2 = static_cast<float>(1 - group.beta2);
-    // The step size divides the denominator instead of multiplying every quotient.
+    // The step size divides the denominator instead of multiplying every quotient. Without one the
+    // denominator is infinite.
     const double step_size = group.lr / correction1;
-    const bool moves = step_size > 1e-30;  // or else the denominator is infinite
-    root_factor = static_cast<float>(moves ? 1 / (sqrt(correction2) * step_size) : 0);
+    const double factor = 1 / (sqrt(correction2) * step_size);
+    const bool moves = factor < 1e38;
+    root_factor = static_cast<float>(moves ? factor : 1);
     eps = static_cast<float>(moves ? group.eps / step_size : INFINITY);
   }
 
@@ -102,20 +104,22 @@ struct Lion {
   };
   static constexpr Role kRoles[] = {Role::kMoment};
 
-  float lr, decay, take1, take2;
+  float lr, decay, keep1, take1, keep2, take2;
 
   FUSEDOPT_HD void begin_step(const Hyperparameters& group, double) {
     lr = static_cast<float>(group.lr);
     decay = static_cast<float>(group.lr * group.weight_decay);
+    keep1 = static_cast<float>(group.beta1);
     take1 = static_cast<float>(1 - group.beta1);
+    keep2 = static_cast<float>(group.beta2);
     take2 = static_cast<float>(1 - group.beta2);
   }
 
   template <int kStates, class Math>
   FUSEDOPT_HD void apply(float& param, float grad, float (&state)[kMaxStates], Math&) const {
     float& exp_avg = state[0];
-    const float update = exp_avg + take1 * (grad - exp_avg);
-    exp_avg = fused_multiply_add(take2, grad - exp_avg, exp_avg);
+    const float update = fused_multiply_add(keep1, exp_avg, take1 * grad);
+    exp_avg = fused_multiply_add(keep2, exp_avg, take2 * grad);
     param = unless_zero(decay, fused_multiply_add(-decay, param, param), param);
     param = param - lr * (update > 0 ? 1.0f : update < 0 ? -1.0f : update);  // 0 and nan stay
   }

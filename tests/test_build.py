@@ -290,6 +290,20 @@ def test_unwritable_cache_is_replaced_and_named(
     assert fallback.stat().st_mode & 0o077 == 0
 
 
+def test_a_cache_that_does_not_exist_yet_is_made(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the same was built in the fallback before."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FUSEDOPT_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    module = project.module()
+    with pytest.warns(module.FusedOptWarning):
+        module._load(*KERNEL, ("ANSWER=1",), python_module=False)
+    monkeypatch.setenv("FUSEDOPT_CACHE_DIR", str(tmp_path / "new" / "cache"))
+    project.module()._load(*KERNEL, ("ANSWER=1",), python_module=False)
+    assert len(list((tmp_path / "new" / "cache").glob("*.so"))) == 1
+
+
 def test_fallback_that_others_can_write_is_refused(
     project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

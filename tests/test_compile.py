@@ -18,12 +18,23 @@ ARCHITECTURES = ("80", "90", "100")
 # One of each kind of stream and of each relation of parameter and master.
 SIGNATURES = (
     ("Adam", "F32", "F32", "None", False, ("F32", "F32")),
+    ("Adam", "F32", "F32", "None", False, ("F32", "F32", "F32")),
+    ("Adam", "F32", "F32", "None", False, ("E4M3", "E4M3")),
     ("Adam", "BF16", "BF16", "None", True, ("BF16", "BF16")),
+    ("Adam", "BF16", "BF16", "None", False, ("E4M3", "E4M3")),
+    ("Adam", "BF16", "BF16", "F32", False, ("F32", "F32")),
+    ("Adam", "BF16", "BF16", "F32", False, ("BF16", "BF16")),
+    ("Adam", "BF16", "BF16", "F32", False, ("E4M3", "E4M3")),
     ("Adam", "F16", "F16", "F32", False, ("F16", "F16")),
     ("Adam", "BF16", "F32", "F16", False, ("E4M3", "E4M3")),
+    ("Adam", "BF16", "BF16", "Remainder16", False, ("F32", "F32")),
     ("Adam", "BF16", "BF16", "Remainder16", False, ("E4M3", "E5M2")),
+    ("Adam", "BF16", "BF16", "Remainder8", False, ("E4M3", "E4M3")),
     ("Adam", "BF16", "BF16", "Remainder8", False, ("F32", "E4M3", "E4M3")),
     ("Adam", "E4M3", "BF16", "F32", False, ("BF16", "BF16")),
+    ("Adam", "E4M3", "BF16", "F32", False, ("E4M3", "E4M3")),
+    ("SGD", "BF16", "BF16", "F32", False, ("F32",)),
+    ("Lion", "BF16", "BF16", "Remainder16", False, ("E4M3",)),
 )
 
 

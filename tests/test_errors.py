@@ -21,6 +21,8 @@ from cases import (
 from torch import Tensor
 from torch.nn import Parameter
 
+import fusedopt
+
 ADAM = CASES[0]
 (SGD,) = by_id(CASES, "sgd-default")
 
@@ -235,6 +237,26 @@ def test_sparse_gradients_of_an_embedding(device: torch.device, backend: str) ->
     table.weight.grad = None
     checked_step(ADAM, optimizer)
     assert optimizer.backend == backend
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (dict(lr=10**400), "lr must be one number"),
+        (dict(seed=True), "seed must be an integer"),
+        (dict(master_weight_bits=24.0), "master_weight_bits must be None or 24, got 24.0"),
+    ],
+    ids=str,
+)
+def test_values_of_another_kind(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        fusedopt.FusedAdam([Parameter(torch.ones(3))], **options)
+
+
+@pytest.mark.parametrize("name", ["max_grad_norm", "seed"])
+def test_what_is_one_for_all_groups(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is one for the whole optimizer"):
+        fusedopt.FusedSGD([{"params": [Parameter(torch.ones(3))], name: 1}])
 
 
 def test_no_parameters() -> None:

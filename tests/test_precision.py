@@ -35,6 +35,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import fusedopt
+from fusedopt import FusedAdam, FusedSGD
 
 STATES = [case for case in ADAM_PRECISIONS if case.dtype == F32]
 MASTERS = [case for case in PRECISIONS if case.dtype != F32]
@@ -152,10 +153,17 @@ def test_blocks(case: Case, device: torch.device, backend: str) -> None:
             block = want[i : i + 256]
             largest = int(block.abs().argmax())
             error = (got[i + largest] - block[largest]).abs()
-            # The root of a square is the number again only to an ulp.
-            assert error <= (spacing(block[largest]) if is_root(state, name) else 0), (name, i)
             code = flat(state[name])[i + largest].float().abs()
-            assert code == (0 if i == 512 else 2.0 ** TOP[state[name].dtype])
+            top = 2.0 ** TOP[state[name].dtype]
+            if forgets(name):
+                # The root of a square is the number again only to an ulp.
+                assert error <= (spacing(block[largest]) if is_root(state, name) else 0), (name, i)
+                assert code == (0 if i == 512 else top)
+            elif i != 512:
+                assert torch.equal(scale.log2(), scale.log2().round())
+                step = spacing(code.double(), state[name].dtype) * scale[i // 256]
+                assert error <= step * 0.51, (name, i)
+                assert top / 2 <= code < top
 
 
 @pytest.mark.parametrize("case", ADAM_PRECISIONS, ids=str)
@@ -171,7 +179,7 @@ def test_decode_then_encode_is_the_identity(case: Case, device: torch.device, ba
     optimizer.init_state()
     state = optimizer.state[param]
     for name in scaled_names(case, state):
-        fill_with_codes(state[name], state[f"{name}_scale"], positive=name.endswith("_sq"))
+        fill_with_codes(state[name], state[f"{name}_scale"], name.endswith("_sq"), forgets(name))
     for name in case.state_names:
         if name not in scaled_names(case, state):
             state[name].copy_(torch.rand(size))
@@ -200,9 +208,14 @@ def test_decode_then_encode_is_the_identity(case: Case, device: torch.device, ba
     assert optimizer.backend == backend
 
 
-def fill_with_codes(raw: Tensor, scale: Tensor, positive: bool) -> None:
+def forgets(name: str) -> bool:
+    """Or else a block's scale is a power of two."""
+    return name not in ("max_exp_avg_sq", "master_param")
+
+
+def fill_with_codes(raw: Tensor, scale: Tensor, positive: bool, forgets: bool) -> None:
     """Blocks as an encoder leaves them: any codes, of which the largest is the top one."""
-    top = 2.0 ** TOP[raw.dtype]
+    top = 2.0 ** TOP[raw.dtype] * (1 if forgets else 0.75)
     width = raw.element_size()
     codes = torch.arange(1 << 8 * width).to({1: torch.uint8, 2: torch.int32}[width])
     values = (codes if width == 1 else codes.to(torch.int16)).view(raw.dtype).float()
@@ -213,7 +226,8 @@ def fill_with_codes(raw: Tensor, scale: Tensor, positive: bool) -> None:
     chosen = values[torch.randint(len(values), (raw.numel() // 256, 256))]
     chosen[:, 7] = top
     raw.copy_(chosen.flatten().to(raw.device))
-    scale.copy_(torch.exp2(torch.empty(scale.shape).uniform_(-30, 10)))
+    exponents = torch.empty(scale.shape).uniform_(-30, 10)
+    scale.copy_(torch.exp2(exponents if forgets else exponents.round()))
 
 
 @pytest.mark.parametrize("case", STATES, ids=str)
@@ -281,8 +295,9 @@ def test_small_steps_are_not_lost(name: str, size: int, device: torch.device, ba
             assert (weight.mean() - 0.99).abs() < 1e-3
         return
     exact = optimizer.state[param]["master_param"].dtype in (F32, torch.int16)
+    # fp16 is rounded a hundred times, by 1.5e-4 each
     torch.testing.assert_close(
-        weight, torch.full_like(weight, 0.99), rtol=1e-5 if exact else 3e-3, atol=0
+        weight, torch.full_like(weight, 0.99), rtol=1e-5 if exact else 1.2e-2, atol=0
     )
     assert (weight.mean() - 0.99).abs() < (1e-5 if exact else 1e-3)
     if exact:
@@ -356,12 +371,52 @@ def test_what_is_not_finite_stays_where_it_is(
     own = torch.zeros(SIZE, dtype=torch.bool, device=device)
     own[7] = own[4200] = True
     bad, good = (optimizer.state[p] for optimizer, p in zip(optimizers, params, strict=True))
-    assert torch.equal(~weight_of(params[0], bad).isfinite(), own)
+    by_sign = case.fused == "FusedLion" and not scaled_names(case, bad)  # that of an infinity too
+    wrong = own if not by_sign or value != value else torch.zeros_like(own)
+    assert torch.equal(~weight_of(params[0], bad).isfinite(), wrong)
     assert torch.equal(weight_of(params[0], bad)[~own], weight_of(params[1], good)[~own])
     for name in case.state_names:
         got, want = decoded(bad, name), decoded(good, name)
         assert torch.equal(~got.isfinite(), own), name
         assert torch.equal(got[~own], want[~own]), name
+
+
+def test_a_maximum_does_not_follow_its_block(device: torch.device, backend: str) -> None:
+    """One element of each block grows; the others' maximum stays what it was."""
+    for dtype in ("fp16", "fp8", "fp8_e5m2"):
+        param = Parameter(torch.zeros(4096, device=device))
+        kept: Any = dict(exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype)
+        optimizer = FusedAdam([param], lr=1e-3, betas=(0.9, 0.9), amsgrad=True, **kept)
+        for step in range(300):
+            param.grad = torch.ones(4096, device=device)
+            param.grad[::256] = 1.02**step
+            optimizer.step()
+        root = optimizer.get_unscaled_state(param, "max_exp_avg_sq").sqrt()[1:256]
+        assert optimizer.backend == backend
+        # Above 1 by what the rounding of the second moment, of which it is the maximum, reaches.
+        eps = torch.finfo(optimizer.state[param]["exp_avg_sq"].dtype).eps
+        assert 1 - eps <= root.mean() <= 1 + 4 * eps
+        assert root.max() <= 1 + 8 * eps
+        assert float(param[1]) == pytest.approx(-0.3, rel=4 * eps)
+
+
+def test_a_master_that_gets_no_gradient_stays(device: torch.device, backend: str) -> None:
+    """Though the largest weight of its block moves."""
+    param = Parameter((torch.rand(4096, device=device) + 0.5).bfloat16())
+    param.data[::256] = 1.9
+    before = param.detach().clone()
+    optimizer = FusedSGD([param], lr=1e-4, master_weights=True, master_weight_dtype=torch.float16)
+    for _ in range(200):
+        param.grad = torch.zeros_like(param)
+        param.grad[::256] = 1
+        optimizer.step()
+    assert optimizer.backend == backend
+    master = optimizer.get_unscaled_state(param, "master_param")
+    others = torch.arange(4096, device=device) % 256 != 0
+    assert torch.equal(master[others], before[others].float())
+    torch.testing.assert_close(
+        master[::256], torch.full_like(master[::256], 1.88), rtol=1.5e-2, atol=0
+    )
 
 
 # ---- random bits --------------------------------------------------------------------------------
@@ -503,7 +558,7 @@ def test_encode_undoes_decode(role: Any, dtype: torch.dtype, device: torch.devic
     raw = torch.empty(size, dtype=dtype, device=device)
     scale = torch.empty(size // 256, device=device)
     for _ in range(8):
-        fill_with_codes(raw, scale, positive=role is not fusedopt._Role.MOMENT)
+        fill_with_codes(raw, scale, role.is_square, role.forgets)
         values = fusedopt._decode(code, role, raw, scale)
         again, new_scale = fusedopt._encode(code, role, values, noise_on(device))
         assert new_scale is not None

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.testing._internal.two_tensor import TwoTensor
 
-from fusedopt import FusedAdam, FusedSGD, fp8_dequantize, fp8_parameter
+from fusedopt import FusedAdam, FusedLion, FusedSGD, fp8_dequantize, fp8_parameter
 
 FP8 = dict(exp_avg_dtype="fp8", exp_avg_sq_dtype="fp8")
 
@@ -339,4 +339,46 @@ def test_transformer_engines_parameters(device: torch.device, backend: str) -> N
     assert (stored - master).abs().max() <= 4 * 2.0**-3
     assert float(param._quantizer.scale) == 2.0  # the recipe's, not ours
     assert float(param._quantizer.amax) >= float(master.abs().max())
+    assert optimizer.backend == backend
+
+
+@pytest.mark.parametrize("grad", [1e25, 1.0, 0.0])
+def test_lr_0_moves_nothing(grad: float, device: torch.device, backend: str) -> None:
+    """Also where the second moment has overflowed."""
+    param = Parameter(torch.ones(64, device=device))
+    optimizer = FusedAdam([param], lr=0.0)
+    for _ in range(3):
+        param.grad = torch.full_like(param, grad)
+        optimizer.step()
+    assert torch.equal(param, torch.ones_like(param))
+    assert optimizer.backend == backend
+
+
+@pytest.mark.parametrize("grad", [1e-13, 1e-17])
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_tiny_gradients_without_eps(
+    dtype: str, grad: float, device: torch.device, backend: str
+) -> None:
+    param = Parameter(torch.ones(4096, device=device))
+    kept: Any = dict(exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype)
+    optimizer = FusedAdam([param], lr=0.1, eps=0.0, **kept)
+    for _ in range(3):
+        param.grad = torch.full_like(param, grad)
+        optimizer.step()
+    assert optimizer.backend == backend
+    assert param.isfinite().all()
+    # Kernels with block scales on a GPU add 2^-63 to roots: they move less, never more.
+    approximate = device.type == "cuda" and backend == "cuda" and dtype == "fp16" and grad < 1e-15
+    low, high = 0.7 - 1e-3, 1.0 if approximate else 0.7 + 1e-3
+    assert ((param >= low) & (param <= high)).all()
+
+
+def test_lion_without_a_memory(device: torch.device, backend: str) -> None:
+    """With beta1 = 0 only the gradient's sign counts, however large the moment is."""
+    param = Parameter(torch.ones(4, device=device))
+    optimizer = FusedLion([param], lr=0.1, betas=(0.0, 0.99))
+    for grad in (1e10, 1.0, 1.0):
+        param.grad = torch.full_like(param, grad)
+        optimizer.step()
+    torch.testing.assert_close(param.detach(), torch.full_like(param, 0.7))
     assert optimizer.backend == backend

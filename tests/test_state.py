@@ -40,6 +40,8 @@ from cases import (
 from torch import Tensor
 from torch.nn import Parameter
 
+import fusedopt
+
 ADAM = CASES[0]
 SHAPES = [(300,), (5000,), (), (0,), (65, 64)]
 
@@ -611,3 +613,56 @@ def test_one_parameter_s_state_is_made(device: torch.device, backend: str) -> No
     set_grads(params)
     checked_step(case, optimizer)
     assert optimizer.backend == backend
+
+
+@pytest.mark.parametrize(
+    ("saved", "fused"),
+    [
+        (torch.optim.SGD, fusedopt.FusedAdam),
+        (torch.optim.RMSprop, fusedopt.FusedAdam),
+        (torch.optim.Adam, fusedopt.FusedSGD),
+        (torch.optim.Adam, fusedopt.FusedLion),
+    ],
+)
+def test_a_file_of_another_optimizer(saved: Any, fused: Any) -> None:
+    param = Parameter(torch.ones(5))
+    param.grad = torch.ones(5)
+    other = saved([param], lr=0.5, **(dict(momentum=0.9) if saved is torch.optim.SGD else {}))
+    other.step()
+    optimizer = fused([param], lr=0.25)
+    optimizer.step()
+    before = snapshot(optimizer)
+    with pytest.raises(ValueError, match="the checkpoint is of another optimizer: parameter 0 has"):
+        optimizer.load_state_dict(other.state_dict())
+    with pytest.raises(ValueError, match="no optimizer's state_dict: it has no param_groups"):
+        optimizer.load_state_dict({})
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    assert_same_bits(snapshot(optimizer), before)
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        dict(store_param_remainders=True),
+        dict(master_weights=True),
+        dict(master_weight_bits=24),
+        dict(master_weights=True, master_weight_dtype=torch.float16),
+    ],
+    ids=str,
+)
+def test_fp32_parameters_become_the_master(
+    kept: dict[str, Any], device: torch.device, backend: str
+) -> None:
+    """A model of bf16 weights goes on in fp32 without losing what its optimizer kept."""
+    param = Parameter(torch.randn(5000, device=device).bfloat16())
+    optimizer = fusedopt.FusedAdam([param], **kept)
+    for _ in range(2):
+        param.grad = torch.randn_like(param)
+        optimizer.step()
+    assert optimizer.backend == backend
+    master = optimizer.get_unscaled_state(param, "master_param")
+    wide = Parameter(param.detach().float())
+    twin = fusedopt.FusedAdam([wide])
+    twin.load_state_dict(optimizer.state_dict())
+    assert torch.equal(wide.detach(), master)
+    assert "master_param" not in twin.state[wide]

@@ -215,6 +215,12 @@ ERRORS = [
     (["optimizer=torch_adamw", "trainer.grad_release=true"], ["grad_release", "fused"]),
     (["trainer.grad_release=true", "trainer.accumulate=2"], ["grad_release", "accumulate"]),
     (["resume=/no/such/run"], ["resume", "/no/such/run"]),
+    (["seed=99999999999999999999999"], ["seed", "2**63"]),
+    (["model=gpt_nano", "model.heads=0"], ["model", "heads", ">= 1", "0"]),
+    (["model=gpt_nano", "model.layers=-1"], ["model", "layers", ">= 1", "-1"]),
+    (["model=gpt_nano", "model.vocab_size=16"], ["model", "vocab_size", ">= 256", "16"]),
+    (["model.width=-4"], ["model", "width", ">= 1", "-4"]),
+    (["model.width=abc"], ["model", "width", ">= 1", "abc"]),
 ]
 
 
@@ -246,6 +252,26 @@ def test_resume_from_something_else(
     error = capsys.readouterr().err
     assert error.startswith("error: resume: the checkpoint does not fit")
     assert error.count("\n") == 1
+    assert launch("again", f"resume={tmp_path / 'run'}", "optimizer=torch_adamw") == 2
+    error = capsys.readouterr().err
+    assert "leaves nothing to do" in error
+    for content in (b"", b"no checkpoint", (tmp_path / "run" / "checkpoint.pt").read_bytes()[:999]):
+        (tmp_path / "other.pt").write_bytes(content)
+        assert launch("again", f"resume={tmp_path / 'other.pt'}") == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: resume must be a run's folder or its checkpoint.pt, got /")
+        assert len(error) < 300
+        assert error.count("\n") == 1
+
+
+def test_torch_cannot_go_on_from_a_low_bit_state(
+    launch: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch("run", "precision=lean") == 0
+    capsys.readouterr()
+    more = ["trainer.steps=60", "optimizer=torch_adamw", "precision=fp32"]
+    assert launch("again", f"resume={tmp_path / 'run'}", *more) == 2
+    assert "torch.optim cannot read the checkpoint's optimizer state" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------- stop and go on
@@ -380,6 +406,15 @@ def test_multirun(corpus: Path, tmp_path: Path) -> None:
     assert losses[0] != losses[1]
     assert losses[0] == pytest.approx(losses[2], rel=1e-5)
     assert losses[1] == pytest.approx(losses[3], rel=1e-5)
+
+
+def test_a_wrong_job_stops_no_other(corpus: Path, tmp_path: Path) -> None:
+    sweep = ["--multirun", "hydra.sweep.dir=sweep", "optimizer.lr=1e-3,-1,2e-3"]
+    done = command(*sweep, f"data.path={corpus.name}", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "error: optimizer: lr must be finite and at least 0, got -1" in done.stderr
+    for i in (0, 2):
+        assert (tmp_path / "sweep" / str(i) / "checkpoint.pt").exists()
 
 
 # ---------------------------------------------------------------------------- one step
