@@ -1263,6 +1263,25 @@ def _is_observed(optimizer: torch.optim.Optimizer) -> bool:
 # ---- What every fused optimizer shares -----------------------------------------------------------
 
 
+def _hidden_from_dynamo(function: Any) -> Any:
+    """Make torch.compile pass over a function, without importing Dynamo where there is none."""
+    hidden = torch._disable_dynamo(function)  # type: ignore[attr-defined]
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (hidden if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
+
+    return call
+
+
+def _plain(method: Any) -> Any:
+    """A method of torch's Optimizer that need not be hidden from Dynamo where there is none.
+
+    The decorator that hides it imports Dynamo, which takes seconds, at the first call.
+    """
+    return method if "torch._dynamo" in sys.modules else getattr(method, "__wrapped__", method)
+
+
 class _FusedOptimizer(torch.optim.Optimizer):
     """Groups, states, plans and checkpoints; a subclass says what its rule and its states are.
 
@@ -1359,7 +1378,7 @@ class _FusedOptimizer(torch.optim.Optimizer):
             TypeError: a parameter's dtype or layout is unsupported.
             ValueError: an option is out of range.
         """
-        super().add_param_group(param_group)
+        _plain(torch.optim.Optimizer.add_param_group)(self, param_group)
         group = self.param_groups[-1]
         try:
             self._validate(group)
@@ -1621,7 +1640,7 @@ class _FusedOptimizer(torch.optim.Optimizer):
             return getattr(param, "decoupled_grad", None)
         return param.grad
 
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @_hidden_from_dynamo
     def _make_plans(self, every: bool = False) -> None:
         """Check every gradient, build kernels, make states, and plan one step per device.
 
@@ -2149,7 +2168,7 @@ class _FusedOptimizer(torch.optim.Optimizer):
                 `set_grad_none` of the constructor says, which by default is to drop them.
         """
         set_to_none = self._grad_none if set_to_none is None else set_to_none
-        super().zero_grad(set_to_none)
+        _plain(torch.optim.Optimizer.zero_grad)(self, set_to_none)
         for group in self.param_groups:
             if not group["use_decoupled_grad"]:
                 continue

@@ -221,7 +221,8 @@ def measure(
     result.device_ms = 1e3 * seconds
     moved = traffic(optimizer, params)
     moved += (gradient_reads - 1) * sum(storage_bytes(param.grad) for param in params)
-    result.share = moved / seconds / bandwidth
+    if device.type == "cuda":  # a CPU's caches make a copy's bandwidth no bound
+        result.share = moved / seconds / bandwidth
     return result
 
 

@@ -828,3 +828,24 @@ def test_import_touches_nothing(project: Project, tmp_path: Path) -> None:
         assert not torch.cuda.is_initialized()
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+
+
+def test_a_step_imports_no_dynamo() -> None:
+    """Which takes a second or more, and torch's own optimizers import it."""
+    program = """
+import sys, torch, fusedopt
+p = torch.nn.Parameter(torch.ones(3))
+p.grad = torch.ones(3)
+optimizer = fusedopt.FusedAdam([p])
+optimizer.step()
+optimizer.zero_grad()
+assert "torch._dynamo" not in sys.modules
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ
+        | {"FUSEDOPT_BACKEND": "torch", "PYTHONPATH": str(Path(__file__).parents[1])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr

@@ -382,3 +382,25 @@ def test_lion_without_a_memory(device: torch.device, backend: str) -> None:
         optimizer.step()
     torch.testing.assert_close(param.detach(), torch.full_like(param, 0.7))
     assert optimizer.backend == backend
+
+
+def test_a_compiled_training_step(device: torch.device, backend: str) -> None:
+    """torch.compile passes over planning, and over steps."""
+    model = torch.nn.Linear(20, 20, device=device)
+    twin = copy.deepcopy(model)
+    optimizers = [FusedAdam(m.parameters(), lr=0.1) for m in (model, twin)]
+
+    def train(x: Tensor) -> None:
+        optimizers[0].zero_grad()
+        model(x).square().mean().backward()
+        optimizers[0].step()
+
+    compiled = torch.compile(train, backend="eager")
+    for _ in range(3):
+        x = torch.randn(4, 20, device=device)
+        compiled(x)
+        optimizers[1].zero_grad()
+        twin(x).square().mean().backward()
+        optimizers[1].step()
+    torch.testing.assert_close(model.weight, twin.weight)
+    assert optimizers[0].backend == backend
