@@ -327,6 +327,8 @@ struct Slice {
 // The states of a rule, one slice each; state n draws random stream n.
 template <int N, int kIndex, class Rule, class... Codes>
 struct States {
+  template <class F>
+  static FUSEDOPT_HD void for_each_read(const TensorRow&, F) {}
   template <bool kWhole, int kRun>
   FUSEDOPT_HD void load(const TensorRow&, Span<kRun>) {}
   FUSEDOPT_HD void read(float (&)[kMaxStates][N]) const {}
@@ -340,6 +342,11 @@ struct States<N, kIndex, Rule, Code, Codes...> {
   Slice<Stream<Code, Rule::kRoles[kIndex]>, N> first;
   States<N, kIndex + 1, Rule, Codes...> rest;
 
+  template <class F>  // f(address, bytes of an element) for what load() reads, but scales
+  static FUSEDOPT_HD void for_each_read(const TensorRow& row, F f) {
+    f(row.states[kIndex], sizeof(typename Code::Storage));
+    States<N, kIndex + 1, Rule, Codes...>::for_each_read(row, f);
+  }
   template <bool kWhole, int kRun>
   FUSEDOPT_HD void load(const TensorRow& row, Span<kRun> span) {
     first.template load<kWhole>(row.states[kIndex], row.state_scales[kIndex], span);
@@ -365,6 +372,10 @@ template <class P, bool kStochastic, class Master, int N>  // a master kept apar
 struct Weight {
   Slice<Stream<Master, Role::kWeight>, N> master;
 
+  template <class F>
+  static FUSEDOPT_HD void for_each_read(const TensorRow& row, F f) {
+    f(row.master, sizeof(typename Master::Storage));
+  }
   template <bool kWhole, int kRun>
   FUSEDOPT_HD void load(const TensorRow& row, Span<kRun> span) {
     master.template load<kWhole>(row.master, row.master_scale, span);
@@ -396,6 +407,10 @@ template <class P, bool kStochastic, int N>
 struct Weight<P, kStochastic, None, N> {
   typename P::Storage raw[N];
 
+  template <class F>
+  static FUSEDOPT_HD void for_each_read(const TensorRow& row, F f) {
+    f(row.param, sizeof(typename P::Storage));
+  }
   template <bool kWhole, int kRun>
   FUSEDOPT_HD void load(const TensorRow& row, Span<kRun> span) {
     fusedopt::load<kWhole>(row.param, span, raw);
@@ -420,6 +435,11 @@ struct Weight<P, kStochastic, Split<R>, N> {
   uint16_t half[N];
   R remainder[N];
 
+  template <class F>
+  static FUSEDOPT_HD void for_each_read(const TensorRow& row, F f) {
+    f(row.param, sizeof(uint16_t));
+    f(row.master, sizeof(R));
+  }
   template <bool kWhole, int kRun>
   FUSEDOPT_HD void load(const TensorRow& row, Span<kRun> span) {
     fusedopt::load<kWhole>(row.param, span, half);
@@ -444,6 +464,11 @@ constexpr size_t widest() {
   return bytes;
 }
 
+template <class M>
+constexpr bool is_split = false;
+template <class R>
+constexpr bool is_split<Split<R>> = true;
+
 // How a signature is laid over threads (measured): 16-byte accesses of the widest stream, except
 // that a block of kScaleBlock elements must be one warp's.
 template <class S>
@@ -461,6 +486,13 @@ struct Layout<Signature<R, P, G, M, kStochastic, Codes...>> {
   // Neighbouring threads access neighbouring pieces of at most 16 bytes.
   static constexpr int kRun = kElements * kWidest > 16 ? 4 : kElements;
   // Bounds the registers of a thread, so that enough warps wait for memory at once.
+  // Where few bytes are read an element, arithmetic hides less of the memory's latency (measured).
+  static constexpr size_t kReads = (std::is_same_v<M, None> ? sizeof(typename P::Storage)
+                                    : is_split<M> ? sizeof(uint16_t) + sizeof(typename M::Storage)
+                                                  : sizeof(typename M::Storage)) +
+                                   sizeof(typename G::Storage) +
+                                   (sizeof(typename Codes::Storage) + ... + 0);
+  static constexpr bool kPrefetches = kBlockScaled && kReads <= 7;
   static constexpr bool kNeedsMost =
       sizeof...(Codes) == 3 || M::kBlockScaled || sizeof(typename P::Storage) == 1;
   static constexpr bool kNeedsMore =
@@ -523,6 +555,24 @@ __device__ __noinline__ void update_partial_slice(const TensorRow* rows, const v
   update_slice<S, N, false, kRun>(row, ready, span, row);
 }
 
+// Brings what a later tile reads into the L2 cache; called by one thread.
+template <class S>
+__device__ __forceinline__ void prefetch_tile(const TensorRow& row,
+                                              const Ready<typename S::Rule>& ready, int64_t begin,
+                                              int64_t tile) {
+#if __CUDA_ARCH__ >= 900
+  if (begin + tile > row.numel) return;
+  const auto prefetch = [&](const void* base, int64_t element_bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(static_cast<const char*>(base) +
+                                                                    begin * element_bytes),
+                 "r"(static_cast<uint32_t>(tile * element_bytes)));
+  };
+  prefetch(ready.grad, sizeof(typename S::Grad::Storage));
+  Layout<S>::template WeightOf<Layout<S>::kElements>::for_each_read(row, prefetch);
+  Layout<S>::template StatesOf<Layout<S>::kElements>::for_each_read(row, prefetch);
+#endif
+}
+
 // One tile: the elements [begin, begin + kTile) of a tensor, of which this thread does N. A single
 // look at everything lets all of it be read side by side.
 template <class S, int N, int kRun>
@@ -537,6 +587,10 @@ __device__ __forceinline__ void update_tile(const TensorRow* rows, const void* r
   const bool whole = ready.grad && addresses % 16 == 0 && begin + tile <= row.numel;
   const Span<kRun> span = {offset, row.numel - 1};
   if (whole) {
+    constexpr int64_t kTilesAhead = 1200;  // about as many as run at once
+    if (Layout<S>::kPrefetches && threadIdx.x == 0) {
+      prefetch_tile<S>(row, ready, begin + kTilesAhead * tile, tile);
+    }
     update_slice<S, N, true, kRun>(row, ready, span, rows[tensor]);
   } else if (ready.grad) {
     update_partial_slice<S, N, kRun>(rows, readies, tensor, span);
