@@ -80,6 +80,20 @@ class MasterCopies:
         torch._foreach_copy_(self.params, self.masters)
 
 
+class GradientNorm:
+    """The norm of all gradients, with nothing to clip."""
+
+    only_gradients = True
+
+    def __init__(self, groups: Groups, module: str) -> None:
+        self.params: list[Tensor] = [param for group in groups for param in group["params"]]
+        self.clip = importlib.import_module(module).clip_grad_norm_
+        self.state: dict[Tensor, dict[str, Any]] = {}
+
+    def step(self) -> None:
+        self.clip(self.params, 1e9)
+
+
 def _both(dtype: Any) -> dict[str, Any]:
     return dict(exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype)
 
@@ -119,6 +133,8 @@ _OURS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("bf16 p + 24 bits, fp8 states", "FusedAdam", {**_both("fp8"), "master_weight_bits": 24}),
     ("clip + fp32", "FusedAdam", _CLIP),
     ("clip + bf16 p, bf16 states", "FusedAdam", {**_CLIP, **_both("bf16")}),
+    ("norm fp32", "clip_grad_norm_", {}),
+    ("norm bf16 p", "clip_grad_norm_", {}),
     ("SGD fp32", "FusedSGD", _MOMENTUM),
     ("SGD fp32 p, fp8 momentum", "FusedSGD", dict(**_MOMENTUM, momentum_dtype="fp8")),
     ("SGD bf16 p, bf16 momentum", "FusedSGD", dict(**_MOMENTUM, momentum_dtype="bf16")),
@@ -239,7 +255,10 @@ def configs() -> Iterator[Config]:
     module = importlib.import_module(OURS)
     for form, name, options in _OURS:
         reads = 2 if form.startswith("clip") else 1
-        if hasattr(module, name) and _takes(module, name, options):
+        if form.startswith("norm"):
+            for library, where in ((OURS, OURS), ("torch", "torch.nn.utils")):
+                yield Config(form, library, functools.partial(GradientNorm, module=where))
+        elif hasattr(module, name) and _takes(module, name, options):
             yield Config(form, OURS, _maker(OURS, name, options), gradient_reads=reads)
         else:
             print(f"not in this fusedopt, so not measured: {form} ({name})", flush=True)

@@ -219,8 +219,10 @@ def measure(
     else:
         seconds = time_device(step, device, 1, 20 if quick else 100)
     result.device_ms = 1e3 * seconds
-    moved = traffic(optimizer, params)
-    moved += (gradient_reads - 1) * sum(storage_bytes(param.grad) for param in params)
+    gradients = sum(storage_bytes(param.grad) for param in params)
+    moved = traffic(optimizer, params) + (gradient_reads - 1) * gradients
+    if getattr(optimizer, "only_gradients", False):
+        moved = gradients
     if device.type == "cuda":  # a CPU's caches make a copy's bandwidth no bound
         result.share = moved / seconds / bandwidth
     return result

@@ -78,9 +78,10 @@ class Row:
         if self.workload in ("big", "giant") and r.share is not None:
             states = form.rpartition(",")[2]
             limit = 0.93 if any(name in states for name in NARROW) else 0.96
+            limit = 0.90 if form.startswith("norm") else limit
             yield f"share >= {limit}", r.share >= limit
-        if self.workload == "big" and fused and form in ("fp32", "clip + fp32"):
-            limit = 1.15 if form == "fp32" else 1.25
+        if self.workload == "big" and fused and form.startswith(("fp32", "clip")):
+            limit = 1.25 if form.startswith("clip") else 1.15
             yield (
                 f"{fused / r.device_ms:.2f}x torch fused >= {limit}x",
                 fused / r.device_ms >= limit,
@@ -96,6 +97,7 @@ class Row:
             yield "new grads <= 1.5x host", r.host_new_grads_us <= 1.5 * r.host_us
         if r.launches is not None and r.signatures:
             most = 1 + r.signatures + 2 * form.startswith("clip")
+            most = 2 if form.startswith("norm") else most
             yield f"launches <= {most}", r.launches <= most
         yield "extra 0", r.extra_bytes == 0
         if "fp8 states" in form and self.workload == "big" and r.state_bytes:

@@ -221,7 +221,7 @@ class SumOfSquares {
  public:
   // args: rows, places, place_bytes. The result is overwritten by the next.
   at::Tensor operator()(Gradients args, const Tiles& tiles, const GradientKernels& kernels,
-                        const OptionalTensor& found_inf, at::Device device) {
+                        const OptionalTensor& found_inf, const Stream& stream, at::Device device) {
     if (!total_.defined()) {
 #if defined(FUSEDOPT_CUDA)
       const int64_t partials = kNormBlocks;
@@ -241,7 +241,6 @@ class SumOfSquares {
     args.arrived = static_cast<uint32_t*>(arrived_.data_ptr());
     args.total = total_.data_ptr<double>();
     args.found_inf = pointer_or_null<float>(found_inf);
-    const Stream stream(device);
     for_tiles(args, [&](const Gradients& part) { return kernels.norm(part, stream.get()); });
 #if !defined(FUSEDOPT_CUDA)
     *args.total = 0;
@@ -303,14 +302,17 @@ class GradientList {
     return true;
   }
 
-  at::Tensor norm_sq() { return sum_(arguments(), tiles_, kernels_, std::nullopt, device_); }
+  at::Tensor norm_sq() {
+    const Stream stream(device_);
+    return sum_(arguments(stream), tiles_, kernels_, std::nullopt, stream, device_);
+  }
 
   // Scales what was gathered so that its norm, whose square is given, is at most max_norm.
   at::Tensor clip(const at::Tensor& norm_sq, double max_norm) {
     const at::Tensor norm = at::empty({}, at::TensorOptions(at::kFloat).device(device_));
     if (tiles_.count == 0) return norm.copy_(norm_sq.sqrt().reshape({}));
     const Stream stream(device_);
-    Gradients args = arguments();
+    Gradients args = arguments(stream);
     args.index = tiles_.index;
     args.num_tiles = tiles_.count;
     args.total = norm_sq.data_ptr<double>();
@@ -322,8 +324,7 @@ class GradientList {
   }
 
  private:
-  Gradients arguments() {
-    const Stream stream(device_);
+  Gradients arguments(const Stream& stream) {
     Gradients args = {};
     args.rows = static_cast<const TensorRow*>(rows_table_.data_ptr());
     args.places = places_on_device_.send(places_, device_, stream.is_capturing(), kept_);
@@ -515,15 +516,18 @@ class Plan {
       gradient_tiles_.emplace(numels, gradient_kernels.tile_elements, device_);
     }
     scalar_pointer(found_inf, "found_inf");
-    if (gathered_ == 0) return sum_({}, Tiles(), gradient_kernels, found_inf, device_);
+    if (gathered_ == 0) {
+      return sum_({}, Tiles(), gradient_kernels, found_inf, Stream(device_), device_);
+    }
     Advance args = {};
     args.place_only = true;
-    advance(args, groups);
+    const Stream stream(device_);
+    advance(args, groups, stream);
     Gradients gradients = {};
     gradients.rows = args.rows;
     gradients.places = args.ready;  // a gradient's address is the first member
     gradients.place_bytes = kernels_.front()->ready_bytes;
-    return sum_(gradients, *gradient_tiles_, gradient_kernels, found_inf, device_);
+    return sum_(gradients, *gradient_tiles_, gradient_kernels, found_inf, stream, device_);
   }
 
   // One step of what was gathered. With norm_sq, of all gradients wherever they are, they are
@@ -539,7 +543,7 @@ class Plan {
     args.grad_scale = scalar_pointer(grad_scale, "grad_scale");
     args.found_inf = scalar_pointer(found_inf, "found_inf");
     const Stream stream(device_);
-    advance(args, groups);
+    advance(args, groups, stream);
     for (size_t i = 0; i < kernels_.size(); ++i) {
       if (!signature_used_[i] || tiles_[i].count == 0) continue;
       const Update update = {args.rows, args.ready, tiles_[i].index, 0, tiles_[i].count};
@@ -570,8 +574,7 @@ class Plan {
     __builtin_prefetch(static_cast<const char*>(address) + 128);
   }
 
-  void advance(Advance& args, const py::list& groups) {
-    const Stream stream(device_);
+  void advance(Advance& args, const py::list& groups, const Stream& stream) {
     captured_ = captured_ || stream.is_capturing();
     read_groups(groups);
     args.rows = static_cast<const TensorRow*>(rows_table_.data_ptr());
