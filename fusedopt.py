@@ -1791,6 +1791,14 @@ class _FusedOptimizer(torch.optim.Optimizer):
         """
         if _is_observed(self):
             return self._observed_step(closure, **options)
+        if (
+            closure is None
+            and not options
+            and self._is_simple()
+            and self._plan_still_fits()
+            and self._plans[0].plan.step(self.param_groups, None, None)
+        ):
+            return None  # the usual case, in one native call
         return self._step(closure, **options)
 
     step.hooked = True  # type: ignore[attr-defined]
@@ -1806,15 +1814,8 @@ class _FusedOptimizer(torch.optim.Optimizer):
         grad_scale, found_inf = scaling.grad_scale, scaling.found_inf
         if scaling.is_checked:
             self._note_skip(found_inf)
-        if self._plans and (self._version_of_state() != self._planned_state or self._fp8_moved()):
-            self._forget_plans()  # somebody put another tensor into a state
-        if (
-            self.max_grad_norm is None
-            and len(self._plans) == 1
-            and self._plans[0].sources is None
-            and self._plans[0].plan.step(self.param_groups, grad_scale, found_inf)
-        ):
-            return loss  # the usual case, in one native call
+        if self._plans and not self._plan_still_fits():
+            self._forget_plans()
         if not self._gather():
             self._make_plans()
             if not self._gather():
@@ -1835,11 +1836,25 @@ class _FusedOptimizer(torch.optim.Optimizer):
             )
         return loss
 
-    def _fp8_moved(self) -> bool:
-        """Whether somebody gave an fp8 parameter other storage or scales."""
-        return any(
-            any(a is not b for a, b in zip(_parts(param), parts, strict=True))
-            for param, parts in self._fp8_parts.items()
+    def _is_simple(self) -> bool:
+        """Whether there is one plan, which has all that a step needs to know."""
+        return (
+            len(self._plans) == 1
+            and self._plans[0].sources is None
+            and self.max_grad_norm is None
+            and self._in_backward is None
+            and "found_inf" not in self.__dict__
+            and "grad_scale" not in self.__dict__
+        )
+
+    def _plan_still_fits(self) -> bool:
+        """Whether nobody replaced a tensor of a state, or the storage of an fp8 parameter."""
+        return self._version_of_state() == self._planned_state and not (
+            self._fp8_parts
+            and any(
+                any(a is not b for a, b in zip(_parts(param), parts, strict=True))
+                for param, parts in self._fp8_parts.items()
+            )
         )
 
     def _version_of_state(self) -> tuple[int, int]:

@@ -492,11 +492,17 @@ class Plan {
 
   // Whether groups still ask for the states and signatures that the plan was made for.
   bool fits(const py::list& groups) const {
-    const Structure current = read_structure(groups);
-    return current.numbers == structure_.numbers &&
-           std::equal(current.objects.begin(), current.objects.end(), structure_.objects.begin(),
-                      structure_.objects.end(),
-                      [](const py::object& a, const py::object& b) { return a.is(b); });
+    size_t objects = 0, numbers = 0;
+    const bool same = visit_structure(
+        groups,
+        [&](PyObject* object) {
+          return objects < structure_.objects.size() &&
+                 structure_.objects[objects++].ptr() == object;
+        },
+        [&](int64_t number) {
+          return numbers < structure_.numbers.size() && structure_.numbers[numbers++] == number;
+        });
+    return same && objects == structure_.objects.size() && numbers == structure_.numbers.size();
   }
 
   bool step(const py::list& groups, const OptionalTensor& grad_scale,
@@ -649,26 +655,36 @@ class Plan {
 
   Structure read_structure(const py::list& groups) const {
     Structure found;
-    const auto keep = [&](PyObject* object) {
-      found.objects.push_back(py::reinterpret_borrow<py::object>(object));
-    };
+    visit_structure(
+        groups,
+        [&](PyObject* object) {
+          found.objects.push_back(py::reinterpret_borrow<py::object>(object));
+          return true;
+        },
+        [&](int64_t number) {
+          found.numbers.push_back(number);
+          return true;
+        });
+    return found;
+  }
+
+  // Until one of the two functions says false.
+  template <class OnObject, class OnNumber>
+  bool visit_structure(const py::list& groups, OnObject on_object, OnNumber on_number) const {
     for (const py::handle& group : groups) {
-      PyObject* params = PyDict_GetItemString(group.ptr(), "params");
+      PyObject* params = PyDict_GetItemWithError(group.ptr(), params_key_.ptr());
       TORCH_CHECK_VALUE(params != nullptr && PyList_Check(params), "a group has no list of params");
-      keep(group.ptr());
-      keep(params);
-      found.numbers.push_back(PyList_GET_SIZE(params));
+      if (!on_object(group.ptr()) || !on_object(params) || !on_number(PyList_GET_SIZE(params))) {
+        return false;
+      }
       for (const py::handle& key : structure_keys_) {
         PyObject* value = PyDict_GetItemWithError(group.ptr(), key.ptr());
         TORCH_CHECK_VALUE(value != nullptr, message("a parameter group has no ", py::str(key)));
-        if (PyFloat_Check(value) || PyLong_Check(value)) {
-          found.numbers.push_back(PyObject_IsTrue(value));
-        } else {
-          keep(value);
-        }
+        const bool is_number = PyFloat_Check(value) || PyLong_Check(value);
+        if (!(is_number ? on_number(PyObject_IsTrue(value)) : on_object(value))) return false;
       }
     }
-    return found;
+    return true;
   }
 
   // group dicts -> words: a tensor on this device is passed on as a pointer.
@@ -721,6 +737,7 @@ class Plan {
   }
 
   at::Device device_;
+  py::str params_key_ = "params";
   py::tuple keys_, structure_keys_;
   Structure structure_;
   uint32_t seed_;
