@@ -1018,7 +1018,9 @@ _GRADIENT_SOURCES = {"cuda": "gradients.cu", "cpu": "gradients.cpp"}
 
 
 def _load_gradient_kernels(backend: str) -> int:
-    """The address of the kernels for the norm of gradients."""
+    """The address of the kernels for the norm of gradients; 0: there are none."""
+    if backend == "torch":
+        return 0
     source = _GRADIENT_SOURCES[backend]
     library = _load("gradients", backend, (source,), python_module=False)
     library.fusedopt_gradient_kernels.restype = ctypes.c_void_p
@@ -1029,6 +1031,13 @@ class _TorchPlan:
     """The pure PyTorch path: what a compiled plan does, one tensor after the other."""
 
     captured = False
+
+    @property
+    def gathered(self) -> int:
+        return sum(grad is not None for grad in self.grads)
+
+    def prepare_norm(self, kernels: int) -> None:
+        pass
 
     def __init__(
         self,
@@ -1162,7 +1171,9 @@ def _sum_of_squares(grads: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def _on(device: torch.device, flag: Tensor | None) -> Tensor | None:
-    return flag if flag is None or flag.device == device else flag.to(device, non_blocking=True)
+    if flag is None or flag.device == device:
+        return flag
+    return flag.to(device, non_blocking=device.type != "cpu")  # a CPU would read it too early
 
 
 def _as_scalar(value: Any) -> Any:
@@ -1667,6 +1678,11 @@ class _FusedOptimizer(torch.optim.Optimizer):
         self._plans = [finish() for finish in finishers]
         self._planned_state = self._version_of_state()
         _ = self.last_step_skipped  # made now: a step allocates nothing
+        if self.max_grad_norm is not None and self._plans:
+            for made in self._plans:
+                made.plan.prepare_norm(_load_gradient_kernels(made.backend))
+            if self.grad_norm is None:
+                self.grad_norm = torch.zeros((), device=self._plans[0].device)
         self._fp8_parts = {
             param: _parts(param)
             for group in self.param_groups
@@ -1825,14 +1841,17 @@ class _FusedOptimizer(torch.optim.Optimizer):
             norm_sq = self._norm_sq(None if scaling.is_checked else found_inf)
             if not scaling.is_checked:
                 self._note_skip(found_inf)
-        for i, made in enumerate(self._plans):
+        first = next((made for made in self._plans if made.plan.gathered), None)
+        if norm_sq is not None and first is None and self.grad_norm is not None:
+            self.grad_norm.zero_()
+        for made in self._plans:
             made.plan.launch(
                 groups=self.param_groups,
                 grad_scale=_on(made.device, grad_scale),
                 found_inf=_on(made.device, found_inf),
                 norm_sq=_on(made.device, norm_sq),
                 max_grad_norm=self.max_grad_norm or 0.0,
-                grad_norm=self.grad_norm if i == 0 else None,
+                grad_norm=self.grad_norm if made is first else None,
             )
         return loss
 
@@ -1882,10 +1901,10 @@ class _FusedOptimizer(torch.optim.Optimizer):
             found_inf.zero_()
             flags = [torch.zeros((), device=made.device) for made in self._plans]
         for made, flag in zip(self._plans, flags, strict=True):
-            kernels = 0 if made.backend == "torch" else _load_gradient_kernels(made.backend)
+            kernels = _load_gradient_kernels(made.backend)
             sums.append(made.plan.norm_sq(self.param_groups, kernels, flag))
             if found_inf is not None and flag is not None and flag is not found_inf:
-                found_inf += flag.to(found_inf.device, non_blocking=True)
+                found_inf += flag.to(found_inf.device)
         if not sums:
             return None
         if self.grad_norm is None:
@@ -2282,17 +2301,16 @@ def clip_grad_norm_(
     grads = [param.grad for param in parameters if param.grad is not None]
     if not grads:
         return torch.zeros(())
+    if float(norm_type) != 2.0:
+        return _torchs_clip(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     parts: dict[_Part, list[Tensor]] = {}
     for grad in grads:
         shards = _shards_of(grad)
         local = grad if shards is None else grad.to_local()  # type: ignore[attr-defined]
         parts.setdefault(_Part(local.device, shards), []).append(local)
-    lists = [_gradient_list(part, local) for part, local in parts.items()]
-    if float(norm_type) != 2.0 or None in lists:
-        norm = torch.nn.utils.clip_grad_norm_(
-            parameters, max_norm, norm_type, error_if_nonfinite, foreach
-        )
-        return norm if _shards_of(norm) is None else norm.full_tensor()  # type: ignore[attr-defined]
+    lists = [_gradient_list(part.device, local) for part, local in parts.items()]
+    if None in lists:
+        return _torchs_clip(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     sums = [_over_shards(made.norm_sq(), part) for part, made in zip(parts, lists, strict=True)]
     device = sums[0].device
     total = sums[0]
@@ -2316,20 +2334,24 @@ class _Part(NamedTuple):
     shards: tuple[Any, Any] | None  # a DTensor's mesh and placements
 
 
-_gradient_lists: dict[_Part, Any] = {}  # what was sent to a device stays there
+def _torchs_clip(*arguments: Any) -> Tensor:
+    norm = torch.nn.utils.clip_grad_norm_(*arguments)
+    return norm if _shards_of(norm) is None else norm.full_tensor()  # type: ignore[attr-defined]
 
 
-def _gradient_list(part: _Part, grads: list[Tensor]) -> Any:
-    """The compiled clipping of these gradients, or None where they are left to torch."""
-    backend = _backend_for(part.device.type)
+_gradient_lists: dict[torch.device, Any] = {}  # what was sent to a device stays there
+
+
+def _gradient_list(device: torch.device, grads: list[Tensor]) -> Any:
+    """These gradients for compiled clipping, or None where they are left to torch."""
+    backend = _backend_for(device.type)
     if backend == "torch":
         return None
-    if part not in _gradient_lists:
+    if device not in _gradient_lists:
         bindings, _ = _load_kernels(backend, ())
         kernels = _load_gradient_kernels(backend)
-        _gradient_lists[part] = bindings.GradientList(part.device, kernels)
-    made = _gradient_lists[part]
-    return made if made.gather(grads) else None
+        _gradient_lists[device] = bindings.GradientLists(device, kernels)
+    return _gradient_lists[device].make(grads)
 
 
 def _shards_of(tensor: Tensor) -> tuple[Any, Any] | None:

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -94,10 +95,13 @@ struct Entry {
   int32_t signature;  // -1: watched
 };
 
+// Without waiting for what the device has to do before.
 at::Tensor to_device(const void* data, size_t bytes, at::Device device) {
-  const at::Tensor host = at::empty({static_cast<int64_t>(bytes)}, at::kByte);
+  const auto byte = at::TensorOptions(at::kByte);
+  const auto size = static_cast<int64_t>(bytes);
+  const at::Tensor host = at::empty({size}, byte.pinned_memory(device.is_cuda()));
   std::memcpy(host.data_ptr(), data, bytes);
-  return host.to(device);
+  return at::empty({size}, byte.device(device)).copy_(host, /*non_blocking=*/true);
 }
 
 void check(int error) {
@@ -199,6 +203,7 @@ class WordsOnDevice {
       if (is_capturing || !table_.defined() || table_.numel() != bytes) {
         table_ = at::empty({bytes}, byte.device(device));
       }
+      sent_.clear();  // nothing is there if the copy fails
       table_.copy_(staging, /*non_blocking=*/true);
       sent_ = words;
       if (is_capturing) {
@@ -216,41 +221,43 @@ class WordsOnDevice {
   std::vector<uint64_t> sent_;
 };
 
-// The sum of squares of gradients, one fp64 number on the device.
+// The sum of squares of gradients, one fp64 number on the device. Its buffers are made before a
+// capture, or else a graph would own them.
 class SumOfSquares {
  public:
-  // args: rows, places, place_bytes. The result is overwritten by the next.
-  at::Tensor operator()(Gradients args, const Tiles& tiles, const GradientKernels& kernels,
-                        const OptionalTensor& found_inf, const Stream& stream, at::Device device) {
-    if (!total_.defined()) {
+  void prepare(const Tiles& tiles, at::Device device) {
 #if defined(FUSEDOPT_CUDA)
-      const int64_t partials = kNormBlocks;
+    const int64_t partials = kNormBlocks;
 #else
-      const int64_t partials = std::max<int64_t>(tiles.count, 1);
+    const int64_t partials = tiles.count;
 #endif
-      const auto numbers = at::TensorOptions(at::kDouble).device(device);
-      partials_ = at::empty({partials}, numbers);
-      arrived_ = at::empty({1}, numbers.dtype(at::kInt)).zero_();
-      total_ = at::empty({1}, numbers);
-    }
-    if (found_inf && (tiles.count == 0 || !device.is_cuda())) found_inf->zero_();
-    if (tiles.count == 0) return total_.zero_();
+    const auto numbers = at::TensorOptions(at::kDouble).device(device);
+    partials_ = at::empty({partials}, numbers);
+    arrived_ = at::empty({1}, numbers.dtype(at::kInt)).zero_();
+  }
+
+  // args: rows, places, place_bytes.
+  void operator()(Gradients args, const Tiles& tiles, const GradientKernels& kernels,
+                  const OptionalTensor& found_inf, const Stream& stream,
+                  const at::Tensor& total) const {
+#if !defined(FUSEDOPT_CUDA)
+    if (found_inf) found_inf->zero_();
+#endif
     args.index = tiles.index;
     args.num_tiles = tiles.count;
     args.partials = partials_.data_ptr<double>();
     args.arrived = static_cast<uint32_t*>(arrived_.data_ptr());
-    args.total = total_.data_ptr<double>();
+    args.total = total.data_ptr<double>();
     args.found_inf = pointer_or_null<float>(found_inf);
     for_tiles(args, [&](const Gradients& part) { return kernels.norm(part, stream.get()); });
 #if !defined(FUSEDOPT_CUDA)
     *args.total = 0;
     for (int64_t tile = 0; tile < tiles.count; ++tile) *args.total += args.partials[tile];
 #endif
-    return total_;
   }
 
  private:
-  at::Tensor partials_, arrived_, total_;
+  at::Tensor partials_, arrived_;
 };
 
 std::optional<GradientCode> gradient_code(at::ScalarType dtype) {
@@ -266,81 +273,145 @@ std::optional<GradientCode> gradient_code(at::ScalarType dtype) {
   }
 }
 
-// Gradients that are summed up and clipped outside of a step. What is sent to the device stays
-// there until it changes.
+// What kernels need of some gradients but their addresses: made once for all lists of these sizes
+// and dtypes that one stream works on.
+struct GradientLayout {
+  std::vector<TensorRow> rows;
+  at::Tensor rows_table;
+  Tiles tiles;
+  SumOfSquares sum;
+  WordsOnDevice places;
+  std::vector<at::Tensor> kept;  // by captured graphs
+  void* stream;
+};
+
+// Gradients that are summed up and clipped outside of a step.
 class GradientList {
  public:
-  GradientList(at::Device device, int64_t kernels)
-      : device_(device), kernels_(*reinterpret_cast<const GradientKernels*>(kernels)) {}
-
-  // False, if one of them cannot be clipped here: another device, dtype or layout than dense fp32,
-  // bf16 or fp16.
-  bool gather(const std::vector<at::Tensor>& grads) {
-    places_.clear();
-    bool is_known = grads.size() == rows_.size();
-    for (size_t i = 0; i < grads.size(); ++i) {
-      const at::Tensor& grad = grads[i];
-      const auto code = gradient_code(grad.scalar_type());
-      if (!code || grad.layout() != at::kStrided || grad.device() != device_ || grad.is_neg() ||
-          !grad.is_non_overlapping_and_dense()) {
-        return false;
-      }
+  GradientList(std::vector<at::Tensor> grads, std::shared_ptr<GradientLayout> layout,
+               const GradientKernels& kernels, at::Device device)
+      : grads_(std::move(grads)), layout_(std::move(layout)), kernels_(kernels), device_(device) {
+    for (const at::Tensor& grad : grads_) {
       places_.push_back(reinterpret_cast<uint64_t>(grad.data_ptr()));
-      is_known = is_known && rows_[i].numel == grad.numel() && rows_[i].grad_code == *code;
     }
-    if (!is_known) {
-      std::vector<int64_t> numels;
-      rows_.assign(grads.size(), TensorRow());
-      for (size_t i = 0; i < grads.size(); ++i) {
-        numels.push_back(rows_[i].numel = grads[i].numel());
-        rows_[i].grad_code = *gradient_code(grads[i].scalar_type());
-      }
-      rows_table_ = to_device(rows_.data(), rows_.size() * sizeof(TensorRow), device_);
-      tiles_ = Tiles(numels, kernels_.tile_elements, device_);
-      sum_ = SumOfSquares();
-    }
-    return true;
   }
 
   at::Tensor norm_sq() {
+    const at::Tensor total = at::empty({1}, at::TensorOptions(at::kDouble).device(device_));
+    if (layout_->tiles.count == 0) return total.zero_();
     const Stream stream(device_);
-    return sum_(arguments(stream), tiles_, kernels_, std::nullopt, stream, device_);
+    layout_->sum(arguments(stream), layout_->tiles, kernels_, std::nullopt, stream, total);
+    return total;
   }
 
-  // Scales what was gathered so that its norm, whose square is given, is at most max_norm.
+  // Scales them so that their norm, whose square is given, is at most max_norm.
   at::Tensor clip(const at::Tensor& norm_sq, double max_norm) {
     const at::Tensor norm = at::empty({}, at::TensorOptions(at::kFloat).device(device_));
-    if (tiles_.count == 0) return norm.copy_(norm_sq.sqrt().reshape({}));
+    if (layout_->tiles.count == 0) return norm.copy_(norm_sq.sqrt().reshape({}));
     const Stream stream(device_);
     Gradients args = arguments(stream);
-    args.index = tiles_.index;
-    args.num_tiles = tiles_.count;
+    args.index = layout_->tiles.index;
+    args.num_tiles = layout_->tiles.count;
     args.total = norm_sq.data_ptr<double>();
     for_tiles(args, [&](const Gradients& part) {
       return kernels_.clip(part, static_cast<float>(max_norm), norm.data_ptr<float>(),
                            stream.get());
     });
+    for (const at::Tensor& grad : grads_) {
+      if (!grad.is_inference()) grad.unsafeGetTensorImpl()->bump_version();
+    }
     return norm;
   }
 
  private:
   Gradients arguments(const Stream& stream) {
+    if (!stream.is_capturing() || places_on_device_ == nullptr) {
+      places_on_device_ =
+          layout_->places.send(places_, device_, stream.is_capturing(), layout_->kept);
+    }
     Gradients args = {};
-    args.rows = static_cast<const TensorRow*>(rows_table_.data_ptr());
-    args.places = places_on_device_.send(places_, device_, stream.is_capturing(), kept_);
+    args.rows = static_cast<const TensorRow*>(layout_->rows_table.data_ptr());
+    args.places = places_on_device_;
     args.place_bytes = sizeof(uint64_t);
     return args;
   }
 
+  std::vector<at::Tensor> grads_;
+  std::vector<uint64_t> places_;
+  const uint64_t* places_on_device_ = nullptr;
+  std::shared_ptr<GradientLayout> layout_;
+  const GradientKernels& kernels_;
+  at::Device device_;
+};
+
+// Makes GradientLists of one device and remembers their layouts.
+class GradientLists {
+ public:
+  GradientLists(at::Device device, int64_t kernels)
+      : device_(device), kernels_(*reinterpret_cast<const GradientKernels*>(kernels)) {}
+
+  // None, if one of them cannot be clipped here: another device, dtype or layout than dense fp32,
+  // bf16 or fp16.
+  std::optional<GradientList> make(std::vector<at::Tensor> grads) {
+    std::vector<TensorRow> rows(grads.size(), TensorRow());
+    for (size_t i = 0; i < grads.size(); ++i) {
+      const at::Tensor& grad = grads[i];
+      const auto code = gradient_code(grad.scalar_type());
+      if (!code || grad.layout() != at::kStrided || grad.device() != device_ || grad.is_neg() ||
+          !grad.is_non_overlapping_and_dense()) {
+        return std::nullopt;
+      }
+      rows[i].numel = grad.numel();
+      rows[i].grad_code = *code;
+    }
+    return GradientList(std::move(grads), layout_of(std::move(rows)), kernels_, device_);
+  }
+
+ private:
+  static constexpr size_t kMost = 16;
+
+  std::shared_ptr<GradientLayout> layout_of(std::vector<TensorRow> rows) {
+    const Stream stream(device_);
+    const auto is_it = [&](const std::shared_ptr<GradientLayout>& layout) {
+      return (stream.is_capturing() || layout->stream == stream.get()) &&
+             std::equal(rows.begin(), rows.end(), layout->rows.begin(), layout->rows.end(),
+                        [](const TensorRow& a, const TensorRow& b) {
+                          return a.numel == b.numel && a.grad_code == b.grad_code;
+                        });
+    };
+    const auto known = std::find_if(layouts_.begin(), layouts_.end(), is_it);
+    if (stream.is_capturing()) {  // from now on it is a graph's alone
+      if (known != layouts_.end()) {
+        captured_.push_back(*known);
+        layouts_.erase(known);
+        return captured_.back();
+      }
+      const auto before = std::find_if(captured_.begin(), captured_.end(), is_it);
+      TORCH_CHECK(before != captured_.end(),
+                  "clip_grad_norm_() sees these gradients for the first time while a CUDA graph is "
+                  "captured: call it once before");
+      return *before;
+    }
+    if (known != layouts_.end()) {
+      std::rotate(layouts_.begin(), known, known + 1);  // the last used one is the first
+      return layouts_.front();
+    }
+    const auto made = std::make_shared<GradientLayout>();
+    std::vector<int64_t> numels;
+    for (const TensorRow& row : rows) numels.push_back(row.numel);
+    made->rows_table = to_device(rows.data(), rows.size() * sizeof(TensorRow), device_);
+    made->tiles = Tiles(numels, kernels_.tile_elements, device_);
+    made->sum.prepare(made->tiles, device_);
+    made->rows = std::move(rows);
+    made->stream = stream.get();
+    layouts_.insert(layouts_.begin(), made);
+    if (layouts_.size() > kMost) layouts_.pop_back();
+    return made;
+  }
+
   at::Device device_;
   const GradientKernels& kernels_;
-  std::vector<TensorRow> rows_;  // of the last gradients, as the device has them
-  std::vector<uint64_t> places_;
-  at::Tensor rows_table_;
-  Tiles tiles_;
-  WordsOnDevice places_on_device_;
-  SumOfSquares sum_;
-  std::vector<at::Tensor> kept_;  // by captured graphs
+  std::vector<std::shared_ptr<GradientLayout>> layouts_, captured_;
 };
 
 class Plan {
@@ -515,15 +586,11 @@ class Plan {
   // The sum of squares of what was gathered, one fp64 number on the device. found_inf is set to
   // whether one of them is infinite or NaN.
   at::Tensor norm_sq(const py::list& groups, int64_t kernels, const OptionalTensor& found_inf) {
-    const auto& gradient_kernels = *reinterpret_cast<const GradientKernels*>(kernels);
-    if (!gradient_tiles_) {
-      std::vector<int64_t> numels;
-      for (const TensorRow& row : rows_) numels.push_back(row.numel);
-      gradient_tiles_.emplace(numels, gradient_kernels.tile_elements, device_);
-    }
+    prepare_norm(kernels);
     scalar_pointer(found_inf, "found_inf");
-    if (gathered_ == 0) {
-      return sum_({}, Tiles(), gradient_kernels, found_inf, Stream(device_), device_);
+    if (gathered_ == 0 || gradient_tiles_->count == 0) {
+      if (found_inf) found_inf->zero_();
+      return norm_total_.zero_();
     }
     Advance args = {};
     args.place_only = true;
@@ -533,8 +600,27 @@ class Plan {
     gradients.rows = args.rows;
     gradients.places = args.ready;  // a gradient's address is the first member
     gradients.place_bytes = kernels_.front()->ready_bytes;
-    return sum_(gradients, *gradient_tiles_, gradient_kernels, found_inf, stream, device_);
+    sum_(gradients, *gradient_tiles_, *reinterpret_cast<const GradientKernels*>(kernels), found_inf,
+         stream, norm_total_);
+    return norm_total_;
   }
+
+  // What norm_sq() needs; to be made before a capture.
+  void prepare_norm(int64_t kernels) {
+    if (gradient_tiles_) return;
+    TORCH_CHECK(!Stream(device_).is_capturing(),
+                "the first step with max_grad_norm is captured: run one before, or call "
+                "init_state() after setting it");
+    std::vector<int64_t> numels;
+    for (const TensorRow& row : rows_) numels.push_back(row.numel);
+    const auto& gradient_kernels = *reinterpret_cast<const GradientKernels*>(kernels);
+    Tiles tiles(numels, gradient_kernels.tile_elements, device_);
+    sum_.prepare(tiles, device_);
+    norm_total_ = at::empty({1}, at::TensorOptions(at::kDouble).device(device_)).zero_();
+    gradient_tiles_.emplace(std::move(tiles));
+  }
+
+  int64_t gathered() const { return gathered_; }
 
   // One step of what was gathered. With norm_sq, of all gradients wherever they are, they are
   // clipped to max_grad_norm and grad_norm gets their norm.
@@ -749,7 +835,7 @@ class Plan {
   std::vector<Tiles> tiles_;  // of each signature
   std::optional<Tiles> gradient_tiles_;
   SumOfSquares sum_;
-  at::Tensor rows_table_, ready_;
+  at::Tensor rows_table_, ready_, norm_total_;
   WordsOnDevice words_on_device_;
   std::vector<const void*> grads_;
   std::vector<OptionalTensor> given_;  // gradients that Python handed over, until they are used
@@ -782,11 +868,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("norm_sq", &Plan::norm_sq, py::arg("groups"), py::arg("kernels"), py::arg("found_inf"))
       .def("launch", &Plan::launch, py::arg("groups"), py::arg("grad_scale"), py::arg("found_inf"),
            py::arg("norm_sq"), py::arg("max_grad_norm"), py::arg("grad_norm"))
+      .def("prepare_norm", &Plan::prepare_norm, py::arg("kernels"))
+      .def_property_readonly("gathered", &Plan::gathered)
       .def_property_readonly("captured", &Plan::captured);
   using fusedopt::GradientList;
+  using fusedopt::GradientLists;
   py::class_<GradientList>(m, "GradientList", py::module_local())
-      .def(py::init<at::Device, int64_t>(), py::arg("device"), py::arg("kernels"))
-      .def("gather", &GradientList::gather, py::arg("grads"))
       .def("norm_sq", &GradientList::norm_sq)
       .def("clip", &GradientList::clip, py::arg("norm_sq"), py::arg("max_norm"));
+  py::class_<GradientLists>(m, "GradientLists", py::module_local())
+      .def(py::init<at::Device, int64_t>(), py::arg("device"), py::arg("kernels"))
+      .def("make", &GradientLists::make, py::arg("grads"));
 }

@@ -151,8 +151,8 @@ __global__ void __launch_bounds__(kGradientThreads)
           add(squares(part.values));
         },
         [&](auto code, auto& element) {
-          const double value = decltype(code)::decode(element);
-          add({value * value, fabs(value) <= 3.402823466e+38});
+          const float value = decltype(code)::decode(element);
+          add({static_cast<double>(value) * value, fabsf(value) <= 3.402823466e+38f});
         });
   }
   sum = block_sum(sum);

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,63 @@ def test_a_norm_that_means_nothing(value: float) -> None:
         fusedopt.FusedAdam([Parameter(torch.ones(3))], max_grad_norm=value)
 
 
+def test_gradients_come_later(device: torch.device, backend: str) -> None:
+    """A step without gradients, whose norm is 0, and then one with many."""
+    params = [Parameter(torch.zeros(50_000, device=device)) for _ in range(3)]
+    optimizer = fusedopt.FusedSGD(params, lr=1.0, max_grad_norm=1.0)
+    optimizer.init_state()
+    optimizer.step()
+    for scale in (1.0, 0.0):
+        for param in params:
+            param.grad = torch.randn_like(param) if scale else None
+        norm = norm_of(params) if scale else torch.zeros((), device=device).double()
+        optimizer.step()
+        assert optimizer.grad_norm is not None
+        torch.testing.assert_close(optimizer.grad_norm.double(), norm, rtol=1e-6, atol=0)
+    assert optimizer.backend == backend
+
+
+def test_the_largest_number_is_finite(device: torch.device, backend: str) -> None:
+    params = [Parameter(torch.zeros(n, device=device)) for n in (5000, 3)]
+    optimizer = fusedopt.FusedSGD(params, lr=1.0, max_grad_norm=1.0)
+    scaler = scaler_of(device, 1.0)
+    for param in params:
+        param.grad = torch.full_like(param, torch.finfo(torch.float32).max)
+    optimizer.step(grad_scaler=scaler)
+    scaler.update()
+    assert scaler.get_scale() == 1
+    assert not optimizer.last_step_skipped
+    assert optimizer.backend == backend
+
+
+@pytest.mark.gpu
+def test_a_clipped_step_is_captured(cuda: torch.device) -> None:
+    """Right after init_state(), and again after eager steps."""
+    params = new_params(cuda, torch.float32, torch.bfloat16)
+    copies = copy.deepcopy(params)
+    set_grads(params, 1.0)
+    optimizer, twin = (
+        fusedopt.FusedAdam(p, lr=0.01, max_grad_norm=1.0, capturable=True) for p in (params, copies)
+    )
+    optimizer.init_state()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    for eager in (False, False, True, False):
+        for param in params:
+            assert param.grad is not None
+            param.grad.copy_(torch.randn_like(param))
+        copy_grads(params, copies)
+        if eager:
+            optimizer.step()
+        else:
+            graph.replay()
+        twin.step()
+        assert torch.equal(optimizer.grad_norm, twin.grad_norm)  # type: ignore[arg-type]
+    assert all(torch.equal(a, b) for a, b in zip(params, copies, strict=True))
+
+
 # ---- clip_grad_norm_ -----------------------------------------------------------------------------
 
 
@@ -287,6 +345,33 @@ def test_clip_grad_norm_follows_its_gradients(device: torch.device, native: str)
             assert float(norm_of(params)) == pytest.approx(1e-3, rel=1e-4)
 
 
+def test_clip_grad_norm_in_threads(device: torch.device, native: str) -> None:
+    """Each clips its own gradients, of the same sizes."""
+
+    def clip(scale: float) -> bool:
+        right = True
+        for _ in range(50):
+            params = [Parameter(torch.zeros(3000, device=device)) for _ in range(4)]
+            for param in params:
+                param.grad = torch.full_like(param, scale)
+            got = fusedopt.clip_grad_norm_(params, 1.0)
+            right &= float(got) == pytest.approx(scale * 12000**0.5, rel=1e-5)
+            right &= float(norm_of(params)) == pytest.approx(1.0, rel=1e-4)
+        return right
+
+    fusedopt.clip_grad_norm_([Parameter(torch.zeros(1, device=device))], 1.0)
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(clip, [1.0, 2.0, 3.0, 4.0]))
+
+
+def test_clip_grad_norm_tells_autograd(device: torch.device, native: str) -> None:
+    param = Parameter(torch.ones(3, device=device))
+    param.grad = torch.ones(3, device=device)
+    before = param.grad._version
+    fusedopt.clip_grad_norm_(param, 0.5)
+    assert param.grad._version > before
+
+
 SHARDED = """
 import os, sys, torch, fusedopt
 import torch.distributed as dist
@@ -361,6 +446,7 @@ def test_clip_grad_norm_is_two_launches(count: int, cuda: torch.device) -> None:
 
 @pytest.mark.gpu
 def test_clip_grad_norm_is_captured(cuda: torch.device) -> None:
+    """And goes on to work when many other gradients have been clipped."""
     params = new_params(cuda, torch.float32, torch.bfloat16)
     set_grads(params, 1.0)
     fusedopt.clip_grad_norm_(params, 1.0)
@@ -368,6 +454,10 @@ def test_clip_grad_norm_is_captured(cuda: torch.device) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         norm = fusedopt.clip_grad_norm_(params, 1.0)
+    for i in range(40):
+        other = Parameter(torch.zeros(100 + i, device=cuda))
+        other.grad = torch.ones_like(other)
+        fusedopt.clip_grad_norm_(other, 1.0)
     for _ in range(3):
         for param in params:
             assert param.grad is not None
@@ -376,6 +466,18 @@ def test_clip_grad_norm_is_captured(cuda: torch.device) -> None:
         graph.replay()
         assert float(norm) == pytest.approx(float(wanted), rel=1e-5)
         assert float(norm_of(params)) == pytest.approx(1.0, rel=1e-2)
+
+
+@pytest.mark.gpu
+def test_clip_grad_norm_is_not_captured_unprepared(cuda: torch.device) -> None:
+    param = Parameter(torch.zeros(777, device=cuda))
+    param.grad = torch.ones_like(param)
+    with (
+        pytest.raises(RuntimeError, match="for the first time while a CUDA graph is captured"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        fusedopt.clip_grad_norm_(param, 1.0)
+    assert float(fusedopt.clip_grad_norm_(param, 1.0)) == pytest.approx(777**0.5)
 
 
 # ---- steps inside backward() ---------------------------------------------------------------------
