@@ -485,14 +485,14 @@ struct Layout<Signature<R, P, G, M, kStochastic, Codes...>> {
   static constexpr int kThreads = 128;
   // Neighbouring threads access neighbouring pieces of at most 16 bytes.
   static constexpr int kRun = kElements * kWidest > 16 ? 4 : kElements;
-  // Bounds the registers of a thread, so that enough warps wait for memory at once.
-  // Where few bytes are read an element, arithmetic hides less of the memory's latency (measured).
+  // Where few bytes are read an element, arithmetic hides less of the memory's latency.
   static constexpr size_t kReads = (std::is_same_v<M, None> ? sizeof(typename P::Storage)
                                     : is_split<M> ? sizeof(uint16_t) + sizeof(typename M::Storage)
                                                   : sizeof(typename M::Storage)) +
                                    sizeof(typename G::Storage) +
                                    (sizeof(typename Codes::Storage) + ... + 0);
   static constexpr bool kPrefetches = kBlockScaled && kReads <= 7;
+  // Registers of a thread are bounded, so that enough warps wait for memory at once.
   static constexpr bool kNeedsMost =
       sizeof...(Codes) == 3 || M::kBlockScaled || sizeof(typename P::Storage) == 1;
   static constexpr bool kNeedsMore =
