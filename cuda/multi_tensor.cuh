@@ -492,6 +492,8 @@ struct Layout<Signature<R, P, G, M, kStochastic, Codes...>> {
                                    sizeof(typename G::Storage) +
                                    (sizeof(typename Codes::Storage) + ... + 0);
   static constexpr bool kPrefetches = kBlockScaled && kReads <= 7;
+  // Where registers are few, a row is read again for the stores rather than kept.
+  static constexpr bool kReadsAgain = !kBlockScaled && (!kOnlyFp32 || sizeof...(Codes) == 3);
   // Registers of a thread are bounded, so that enough warps wait for memory at once.
   static constexpr bool kNeedsMost =
       sizeof...(Codes) == 3 || M::kBlockScaled || sizeof(typename P::Storage) == 1;
@@ -534,10 +536,9 @@ FUSEDOPT_HD void update_slice(const TensorRow& row, const Ready<typename S::Rule
     for (int n = 0; n < S::kStates; ++n) state[n][i] = own[n];
   }
 #ifdef __CUDA_ARCH__
-  // Where registers are few, pointers are read once more rather than kept.
-  if (!Layout<S>::kBlockScaled) asm volatile("" ::: "memory");
+  if (Layout<S>::kReadsAgain) asm volatile("" ::: "memory");
 #endif
-  const TensorRow target = Layout<S>::kBlockScaled ? row : row_in_memory;
+  const TensorRow target = Layout<S>::kReadsAgain ? row_in_memory : row;
   weight.template write<kWhole>(target, span, values, ready.key);
   const Random<16, N> random(ready.key, 0, span);  // rules have at most two random states
   states.template write<kWhole>(target, span, state, random, math);
