@@ -2097,9 +2097,9 @@ class _FusedOptimizer(torch.optim.Optimizer):
                     f"optimizer {len(group['params'])}"
                 )
             params.update(zip(saved["params"], group["params"], strict=True))
+        known = (*self._state_names, "master_param")
         for key, param in params.items():
             for name, value in saved_state.get(key, {}).items():
-                known = (*self._state_names, "master_param")
                 if name == "step" or name in _SCALING:
                     continue
                 if name.removesuffix("_scale") not in known:

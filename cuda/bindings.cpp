@@ -55,7 +55,6 @@ T* pointer_or_null(const OptionalTensor& tensor) {
   return tensor ? static_cast<T*>(tensor->data_ptr()) : nullptr;
 }
 
-// Elements lie in memory in the same order; the strides of dimensions of size 1 mean nothing.
 // As TensorImpl::data(), without its checks: what gather reads has been looked at before.
 const void* address_of(const c10::TensorImpl& tensor) {
   const auto* start =
@@ -73,6 +72,7 @@ uint64_t layout_key(const c10::TensorImpl& tensor) {
   return key;
 }
 
+// Elements lie in memory in the same order; the strides of dimensions of size 1 mean nothing.
 bool same_layout(const c10::TensorImpl& a, const c10::TensorImpl& b) {
   const auto sizes = a.sizes();
   if (sizes != b.sizes()) return false;
@@ -95,13 +95,18 @@ struct Entry {
   int32_t signature;  // -1: watched
 };
 
-// Without waiting for what the device has to do before.
+// Bytes from where a device can fetch them without anybody waiting.
+at::Tensor stage(const void* data, size_t bytes, at::Device device) {
+  const auto options = at::TensorOptions(at::kByte).pinned_memory(device.is_cuda());
+  const at::Tensor staging = at::empty({static_cast<int64_t>(bytes)}, options);
+  std::memcpy(staging.data_ptr(), data, bytes);
+  return staging;
+}
+
 at::Tensor to_device(const void* data, size_t bytes, at::Device device) {
-  const auto byte = at::TensorOptions(at::kByte);
-  const auto size = static_cast<int64_t>(bytes);
-  const at::Tensor host = at::empty({size}, byte.pinned_memory(device.is_cuda()));
-  std::memcpy(host.data_ptr(), data, bytes);
-  return at::empty({size}, byte.device(device)).copy_(host, /*non_blocking=*/true);
+  const at::Tensor staging = stage(data, bytes, device);
+  return at::empty(staging.sizes(), at::TensorOptions(at::kByte).device(device))
+      .copy_(staging, /*non_blocking=*/true);
 }
 
 void check(int error) {
@@ -196,12 +201,9 @@ class WordsOnDevice {
   const uint64_t* send(const std::vector<uint64_t>& words, at::Device device, bool is_capturing,
                        std::vector<at::Tensor>& kept_for_graphs) {
     if (is_capturing || words != sent_) {
-      const auto bytes = static_cast<int64_t>(words.size() * sizeof(uint64_t));
-      const auto byte = at::TensorOptions(at::kByte);
-      const at::Tensor staging = at::empty({bytes}, byte.pinned_memory(device.is_cuda()));
-      std::memcpy(staging.data_ptr(), words.data(), bytes);
-      if (is_capturing || !table_.defined() || table_.numel() != bytes) {
-        table_ = at::empty({bytes}, byte.device(device));
+      const at::Tensor staging = stage(words.data(), words.size() * sizeof(uint64_t), device);
+      if (is_capturing || !table_.defined() || table_.numel() != staging.numel()) {
+        table_ = at::empty(staging.sizes(), at::TensorOptions(at::kByte).device(device));
       }
       sent_.clear();  // nothing is there if the copy fails
       table_.copy_(staging, /*non_blocking=*/true);

@@ -111,9 +111,10 @@ constexpr int kNormBlocks = 2048;
 
 struct GradientKernels {
   int32_t tile_elements;
-  int (*norm)(const Gradients&,
-              void* stream);  // writes *total (the CPU's caller does) and *found_inf
-  int (*clip)(const Gradients&, float max_norm, float* norm, void* stream);  // reads *total
+  // Writes *found_inf, and *total on CUDA; a CPU's caller adds up the partials.
+  int (*norm)(const Gradients&, void* stream);
+  // Reads *total.
+  int (*clip)(const Gradients&, float max_norm, float* norm, void* stream);
 };
 
 }  // namespace fusedopt

@@ -25,12 +25,6 @@ FUSEDOPT_HD void* place_of(const Gradients& args, int64_t tensor) {
   return *reinterpret_cast<void* const*>(places + tensor * args.place_bytes);
 }
 
-// The factor that clips, as torch.nn.utils.clip_grad_norm_ has it; 1: nothing to do.
-FUSEDOPT_HD float clip_factor(double norm, float max_norm) {
-  const double clip = max_norm / (norm + 1e-6);
-  return clip >= 1 ? 1.0f : static_cast<float>(clip);  // NaN stays
-}
-
 // A sum of squares of N values, and whether one of them is infinite or NaN. Only where fp32 has
 // not the range is the sum made in fp64.
 struct Squares {
@@ -52,11 +46,11 @@ FUSEDOPT_HD Squares squares(const float (&values)[N]) {
   float sum = 0;
   FUSEDOPT_UNROLL
   for (int j = 0; j < kLanes; ++j) sum += lanes[j];
-  if (sum <= 3.402823466e+38f) return {sum, true};
+  if (is_finite(sum)) return {sum, true};
   Squares exact = {0, true};
   for (int i = 0; i < N; ++i) {
     exact.sum += static_cast<double>(values[i]) * values[i];
-    exact.is_finite &= fabsf(values[i]) <= 3.402823466e+38f;
+    exact.is_finite &= is_finite(values[i]);
   }
   return exact;
 }
@@ -138,10 +132,10 @@ __global__ void __launch_bounds__(kGradientThreads)
     norm_kernel(const __grid_constant__ Gradients args) {
   constexpr uint32_t kNotFinite = 1u << 16;  // added to the count of blocks that have arrived
   double sum = 0;
-  bool is_finite = true;
+  bool all_finite = true;
   const auto add = [&](Squares found) {
     sum += found.sum;
-    is_finite &= found.is_finite;
+    all_finite &= found.is_finite;
   };
   for (int64_t tile = blockIdx.x; tile < args.num_tiles; tile += gridDim.x) {
     visit_tile(
@@ -152,16 +146,16 @@ __global__ void __launch_bounds__(kGradientThreads)
         },
         [&](auto code, auto& element) {
           const float value = decltype(code)::decode(element);
-          add({static_cast<double>(value) * value, fabsf(value) <= 3.402823466e+38f});
+          add({static_cast<double>(value) * value, is_finite(value)});
         });
   }
   sum = block_sum(sum);
-  is_finite = __syncthreads_and(is_finite);
+  all_finite = __syncthreads_and(all_finite);
   __shared__ uint32_t arrived;
   if (threadIdx.x == 0) {
     args.partials[blockIdx.x] = sum;
     __threadfence();
-    const uint32_t mine = is_finite ? 1 : 1 + kNotFinite;
+    const uint32_t mine = all_finite ? 1 : 1 + kNotFinite;
     arrived = atomicAdd(args.arrived, mine) + mine;
   }
   __syncthreads();

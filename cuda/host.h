@@ -22,8 +22,8 @@ inline int64_t tensor_of(const TileIndex& index, int64_t tile) {
          1;
 }
 
-// Elements from begin to end, by slices of a block or, without block scales, one by one: a loop
-// that the compiler turns into vector instructions.
+// Elements from begin to end by slices; where those are single elements, as in fp32, the loop is
+// one that the compiler turns into vector instructions.
 template <class S>
 void update_range(const TensorRow row, const Ready<typename S::Rule> ready, int64_t begin,
                   int64_t end) {  // by value: no store can change them

@@ -62,6 +62,12 @@ FUSEDOPT_HD typename Rule::Hyperparameters read_group(const uint64_t* words) {
   return group;
 }
 
+// The factor that clips, as torch.nn.utils.clip_grad_norm_ has it; 1: nothing to do.
+FUSEDOPT_HD float clip_factor(double norm, float max_norm) {
+  const double clip = max_norm / (norm + 1e-6);
+  return clip >= 1 ? 1.0f : static_cast<float>(clip);  // NaN stays
+}
+
 template <class Rule>
 FUSEDOPT_HD void advance_tensor(const Advance& args, const uint64_t* words, int index) {
   constexpr int kGroupWords = 1 + kHyperparameters<Rule>;
@@ -73,11 +79,10 @@ FUSEDOPT_HD void advance_tensor(const Advance& args, const uint64_t* words, int 
   if (ready.grad && !args.place_only) {
     const auto group = read_group<Rule>(words + row.group * kGroupWords);
     float factor = args.grad_scale ? 1 / *args.grad_scale : 1;
-    if (args.norm_sq) {  // as torch.nn.utils.clip_grad_norm_
+    if (args.norm_sq) {
       const double norm = ::sqrt(*args.norm_sq) * factor;
-      const double clip = args.max_grad_norm / (norm + 1e-6);
       if (args.grad_norm) *args.grad_norm = static_cast<float>(norm);
-      if (!(clip >= 1)) factor *= static_cast<float>(clip);
+      factor *= clip_factor(norm, args.max_grad_norm);
     }
     const float step = *row.step + 1;
     *row.step = step;

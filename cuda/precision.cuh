@@ -43,6 +43,8 @@ FUSEDOPT_HD float fused_multiply_add(float a, float b, float c) {
 #endif
 }
 
+FUSEDOPT_HD bool is_finite(float x) { return fabsf(x) <= 3.402823466e+38f; }
+
 FUSEDOPT_HD float larger_or_nan(float a, float b) { return b > a || b != b ? b : a; }
 
 // Math of a signature: IEEE where it is free; approximate (1 to 2 ulp) where block-scaled streams
@@ -393,7 +395,7 @@ struct Stream {
       if (!all_finite) {  // in a block what is infinite becomes NaN
         FUSEDOPT_UNROLL
         for (int i = 0; i < N; ++i) {
-          values[i] = fabsf(values[i]) <= 3.402823466e+38f ? values[i] : NAN;
+          values[i] = is_finite(values[i]) ? values[i] : NAN;
         }
       }
       if constexpr (kKeepsNonzero) {

@@ -273,14 +273,20 @@ def test_signatures_compile_in_parallel(
 # Row 37: where it is kept.
 
 
-def test_unwritable_cache_is_replaced_and_named(
-    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def unwritable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache directory that cannot even be made, as the chosen one."""
     (tmp_path / "file").touch()
     monkeypatch.setenv("FUSEDOPT_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    return tmp_path / "file" / "cache"
+
+
+def test_unwritable_cache_is_replaced_and_named(
+    project: Project, unwritable: Path, tmp_path: Path
+) -> None:
     module = project.module()
     fallback = tmp_path / f"fusedopt-{os.getuid()}"
-    with pytest.warns(module.FusedOptWarning, match=f"{tmp_path}/file/cache.*{fallback}"):
+    with pytest.warns(module.FusedOptWarning, match=f"{unwritable}.*{fallback}"):
         one = module._load(*KERNEL, ("ANSWER=1",), python_module=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # Said once.
@@ -291,11 +297,9 @@ def test_unwritable_cache_is_replaced_and_named(
 
 
 def test_a_cache_that_does_not_exist_yet_is_made(
-    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    project: Project, unwritable: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though the same was built in the fallback before."""
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("FUSEDOPT_CACHE_DIR", str(tmp_path / "file" / "cache"))
     module = project.module()
     with pytest.warns(module.FusedOptWarning):
         module._load(*KERNEL, ("ANSWER=1",), python_module=False)
