@@ -644,20 +644,17 @@ def _hash32(x: Tensor) -> Tensor:
     return _fold_product(_fold_product(x ^ 0x243F6A88, 0x9E3779B1) ^ 0x85A308D3, 0xC2B2AE3D)
 
 
-_Noise = Callable[..., Tensor]  # number of elements, bits -> random bits per element
+_Noise = Callable[[int], Tensor]  # number of elements -> 16 random bits per element, int32
 
 
-def _random(seed: int, step: Tensor, stream: int, numel: int, bits: int = 16) -> Tensor:
-    """Random bits per element (16, 8), int32; the same in every backend."""
-    per_draw = 32 // bits
+def _random(seed: int, step: Tensor, stream: int, numel: int) -> Tensor:
+    """Random in precision.cuh; the same bits in every backend."""
     start = _hash32(torch.tensor(seed & _MASK, device=step.device))
     key = _hash32((start + step.long()) & _MASK)
-    index = torch.arange(-(-numel // per_draw), device=step.device)
-    base = _hash32((key + stream // 2 * _SALT) & _MASK)
-    draw = _hash32((base ^ index ^ (index >> 32) * _SALT) & _MASK)
-    factors = [_FACTORS[(i + stream * per_draw) % 4] for i in range(per_draw)]
-    parts = [(draw * factor & _MASK) >> (32 - bits) for factor in factors]
-    return torch.stack(parts, dim=1).flatten()[:numel].int()
+    index = torch.arange(-(-numel // 2), device=step.device)
+    draw = _hash32((key ^ index ^ (index >> 32) * _SALT) & _MASK) * _FACTORS[stream] & _MASK
+    halves = [draw & 0xFFFF, draw >> 16]
+    return torch.stack(halves[::-1] if stream % 2 else halves, dim=1).flatten()[:numel].int()
 
 
 def _per_block(flat: Tensor) -> Tensor:
@@ -689,7 +686,10 @@ def _encode(
             half_a_step = 1 << (22 - code.mantissa)  # which may round it up to the next power
             amax = ((amax.view(torch.int32) + half_a_step) & 0x7F800000).view(torch.float32) * 2
         scale = (amax * 2.0**-code.top).clamp(min=2.0**-126).where(amax > 0, 1)
-        x = (blocks * (1 / scale)[:, None]).flatten()[: values.numel()]
+        inverse = 1 / scale
+        if role is not _Role.MAXIMUM:  # a little more than 1, as in Minifloat::stochastic
+            inverse = inverse * (1 + 2.0**-21)
+        x = (blocks * inverse[:, None]).flatten()[: values.numel()]
         x = x.where(x.isfinite(), torch.nan)
     if code.dtype is torch.float32:
         return x, scale
@@ -707,19 +707,23 @@ _INT_OF = {1: torch.uint8, 2: torch.int16}
 
 
 def _round_stochastic(code: _Code, x: Tensor, random: Tensor) -> Tensor:
-    """Minifloat::dither and BF16::stochastic of precision.cuh, on a flat fp32 tensor."""
+    """`stochastic` of BF16 and Minifloat in precision.cuh, on a flat fp32 tensor."""
+    bits = x.view(torch.int32)
     if code.top is None:
-        bits = (x.view(torch.int32) + random) >> 16
-        return bits.to(torch.int16).view(code.dtype).where(~x.isnan(), torch.nan)
-    if code.mantissa > 7:
-        random = (random & 0xFFC0) | 0x20
-    exponent = (x.view(torch.int32) & 0x7F800000).clamp(min=(128 - code.bias) << 23)
-    unit = (exponent - ((16 + code.mantissa) << 23)).view(torch.float32)
-    step = unit * 2.0**16
-    # Noise in [0, 1) steps, after an offset of 128 steps: the sum is rounded to about a unit, so
-    # that a value a few ulp off a code returns to that code.
-    raised = x + (random + 2**23) * unit
-    return (((raised / step).floor() - 128) * step).to(code.dtype)
+        rounded = (bits + random) >> 16
+        return rounded.to(torch.int16).view(code.dtype).where(~x.isnan(), torch.nan)
+    # x times a power of two that makes this format's exponents the smallest ones of fp32: dropping
+    # bits then rounds what is subnormal, too.
+    magnitude = x.abs()
+    normal = (bits & 0x7FFFFFFF) - ((127 - code.bias) << 23)
+    subnormal = (magnitude * 2.0 ** (code.bias + 22)).round().int()
+    at_bottom = normal.where(magnitude >= 2.0 ** (1 - code.bias), subnormal).long()
+    width = 8 * code.dtype.itemsize
+    noise = random.long() << 8 if width == 8 else random & 0xFF80
+    raw = ((at_bottom << (9 + code.mantissa - width)) + noise) >> (32 - width)
+    raw = raw | (bits < 0).long() << (width - 1)
+    raw = raw.where(~x.isnan(), (1 << (width - 1)) - 1)
+    return raw.to(_INT_OF[width // 8]).view(code.dtype)
 
 
 def _join(half: Tensor, remainder: Tensor) -> Tensor:
@@ -735,7 +739,7 @@ def _split(values: Tensor, dtype: torch.dtype, noise: _Noise) -> tuple[Tensor, T
     bits = values.view(torch.int32)
     bits = bits.where(~values.isnan(), 0x7FC00000)
     if missing:
-        bits = bits + noise(values.numel(), missing)
+        bits = bits + (noise(values.numel()) >> (16 - missing))
     half = (bits + 0x8000) >> 16
     remainder = (bits - (half << 16)) >> missing
     return half.to(torch.int16).view(torch.bfloat16), remainder.to(dtype)
@@ -1018,9 +1022,7 @@ _GRADIENT_SOURCES = {"cuda": "gradients.cu", "cpu": "gradients.cpp"}
 
 
 def _load_gradient_kernels(backend: str) -> int:
-    """The address of the kernels for the norm of gradients; 0: there are none."""
-    if backend == "torch":
-        return 0
+    """The address of the kernels for the norm of gradients."""
     source = _GRADIENT_SOURCES[backend]
     library = _load("gradients", backend, (source,), python_module=False)
     library.fusedopt_gradient_kernels.restype = ctypes.c_void_p
@@ -1031,13 +1033,11 @@ class _TorchPlan:
     """The pure PyTorch path: what a compiled plan does, one tensor after the other."""
 
     captured = False
+    has_norm = True
 
     @property
     def gathered(self) -> int:
         return sum(grad is not None for grad in self.grads)
-
-    def prepare_norm(self, kernels: int) -> None:
-        pass
 
     def __init__(
         self,
@@ -1084,18 +1084,19 @@ class _TorchPlan:
         )
 
     def step(
-        self, groups: list[dict[str, Any]], grad_scale: Tensor | None, found_inf: Tensor | None
+        self,
+        groups: list[dict[str, Any]],
+        max_grad_norm: float | None,
+        grad_norm: Tensor | None,
     ) -> bool:
         """Gather and launch; False, with nothing changed, if the plan no longer fits."""
-        fits = self.fits(groups) and self.gather(None)
+        fits = max_grad_norm is None and self.fits(groups) and self.gather(None)
         if fits:
-            self.launch(groups, grad_scale, found_inf, None, 0.0, None)
+            self.launch(groups, None, None, None, 0.0, None)
         return fits
 
     @torch.no_grad()
-    def norm_sq(
-        self, groups: list[dict[str, Any]], kernels: int, found_inf: Tensor | None
-    ) -> Tensor:
+    def norm_sq(self, groups: list[dict[str, Any]], found_inf: Tensor | None) -> Tensor:
         """The sum of squares of what was gathered, one number; found_inf is set to one or zero."""
         grads = [grad for grad in self.grads if grad is not None]
         if found_inf is not None:
@@ -1678,17 +1679,21 @@ class _FusedOptimizer(torch.optim.Optimizer):
         self._plans = [finish() for finish in finishers]
         self._planned_state = self._version_of_state()
         _ = self.last_step_skipped  # made now: a step allocates nothing
-        if self.max_grad_norm is not None and self._plans:
-            for made in self._plans:
-                made.plan.prepare_norm(_load_gradient_kernels(made.backend))
-            if self.grad_norm is None:
-                self.grad_norm = torch.zeros((), device=self._plans[0].device)
+        if self.max_grad_norm is not None:
+            self._prepare_norm()
         self._fp8_parts = {
             param: _parts(param)
             for group in self.param_groups
             for param in group["params"]
             if not torch.nn.parameter.is_lazy(param) and _weight_of(param).scaling is not None
         }
+
+    def _prepare_norm(self) -> None:
+        for made in self._plans:
+            if not made.plan.has_norm:
+                made.plan.prepare_norm(_load_gradient_kernels(made.backend))
+        if self.grad_norm is None and self._plans:
+            self.grad_norm = torch.zeros((), device=self._plans[0].device)
 
     def _row(self, param: Tensor, index: int, name: str, every: bool) -> _Row:
         """One parameter of a plan, checked."""
@@ -1812,7 +1817,7 @@ class _FusedOptimizer(torch.optim.Optimizer):
             and not options
             and self._is_simple()
             and self._plan_still_fits()
-            and self._plans[0].plan.step(self.param_groups, None, None)
+            and self._plans[0].plan.step(self.param_groups, self.max_grad_norm, self.grad_norm)
         ):
             return None  # the usual case, in one native call
         return self._step(closure, **options)
@@ -1860,7 +1865,6 @@ class _FusedOptimizer(torch.optim.Optimizer):
         return (
             len(self._plans) == 1
             and self._plans[0].sources is None
-            and self.max_grad_norm is None
             and self._in_backward is None
             and "found_inf" not in self.__dict__
             and "grad_scale" not in self.__dict__
@@ -1893,6 +1897,7 @@ class _FusedOptimizer(torch.optim.Optimizer):
         Args:
             found_inf: one fp32 number, set to 1 if a gradient is infinite or NaN and to 0 if not.
         """
+        self._prepare_norm()  # max_grad_norm may be set at any time
         sums: list[Tensor] = []
         flags: list[Tensor | None] = [None] * len(self._plans)
         if len(self._plans) == 1 and _on(self._plans[0].device, found_inf) is found_inf:
@@ -1901,16 +1906,11 @@ class _FusedOptimizer(torch.optim.Optimizer):
             found_inf.zero_()
             flags = [torch.zeros((), device=made.device) for made in self._plans]
         for made, flag in zip(self._plans, flags, strict=True):
-            kernels = _load_gradient_kernels(made.backend)
-            sums.append(made.plan.norm_sq(self.param_groups, kernels, flag))
+            sums.append(made.plan.norm_sq(self.param_groups, flag))
             if found_inf is not None and flag is not None and flag is not found_inf:
                 found_inf += flag.to(found_inf.device)
-        if not sums:
-            return None
-        if self.grad_norm is None:
-            self.grad_norm = torch.zeros((), device=sums[0].device)
-        if len(sums) == 1:
-            return sums[0]
+        if len(sums) < 2:
+            return sums[0] if sums else None
         return torch.stack([part.to(sums[0].device) for part in sums]).sum(dim=0)
 
     _observed_step = torch.optim.Optimizer.profile_hook_step(_step)
@@ -2298,40 +2298,53 @@ def clip_grad_norm_(
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not _as_number(max_norm, "max_norm") >= 0:
         raise ValueError(f"max_norm must be 0 or more, got {max_norm}")
-    grads = [param.grad for param in parameters if param.grad is not None]
-    if not grads:
+    first = next((param.grad for param in parameters if param.grad is not None), None)
+    if first is None:
         return torch.zeros(())
-    if float(norm_type) != 2.0:
+    parts = _parts_of_norm(parameters, first.device) if float(norm_type) == 2.0 else None
+    if parts is None:
         return _torchs_clip(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
-    parts: dict[_Part, list[Tensor]] = {}
-    for grad in grads:
-        shards = _shards_of(grad)
-        local = grad if shards is None else grad.to_local()  # type: ignore[attr-defined]
-        parts.setdefault(_Part(local.device, shards), []).append(local)
-    lists = [_gradient_list(part.device, local) for part, local in parts.items()]
-    if None in lists:
-        return _torchs_clip(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
-    sums = [_over_shards(made.norm_sq(), part) for part, made in zip(parts, lists, strict=True)]
+    sums = [_over_shards(part.grads.norm_sq(), part.shards) for part in parts]
     device = sums[0].device
     total = sums[0]
     if len(sums) > 1:
         total = torch.stack([part.to(device) for part in sums]).sum(dim=0)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(f"the norm of the gradients is {float(total.sqrt())}; none was changed")
-    norms = [
-        made.clip(_on(part.device, total), float(max_norm))
-        for part, made in zip(parts, lists, strict=True)
-    ]
+    norms = [part.grads.clip(_on(part.device, total), float(max_norm)) for part in parts]
     norm = norms[0]
     assert isinstance(norm, Tensor)
     return norm
 
 
 class _Part(NamedTuple):
-    """Which gradients are summed up together: those of one device, sharded alike."""
+    """Gradients that are summed up together: those of one device, sharded alike."""
 
     device: torch.device
     shards: tuple[Any, Any] | None  # a DTensor's mesh and placements
+    grads: Any  # a GradientList of the bindings
+
+
+def _parts_of_norm(parameters: list[Tensor], device: torch.device) -> list[_Part] | None:
+    """All gradients of ``parameters``, the first one's on ``device``; None: leave them to torch."""
+    lists = _gradient_lists_of(device)
+    whole = None if lists is None else lists.of(parameters)
+    if whole is not None:
+        return [_Part(device, None, whole)]
+    locals_of: dict[tuple[torch.device, tuple[Any, Any] | None], list[Tensor]] = {}
+    for grad in (param.grad for param in parameters):
+        if grad is not None:
+            shards = _shards_of(grad)
+            local = grad if shards is None else grad.to_local()  # type: ignore[attr-defined]
+            locals_of.setdefault((local.device, shards), []).append(local)
+    parts = []
+    for (device, shards), grads in locals_of.items():
+        lists = _gradient_lists_of(device)
+        made = None if lists is None else lists.make(grads)
+        if made is None:
+            return None
+        parts.append(_Part(device, shards, made))
+    return parts
 
 
 def _torchs_clip(*arguments: Any) -> Tensor:
@@ -2342,16 +2355,17 @@ def _torchs_clip(*arguments: Any) -> Tensor:
 _gradient_lists: dict[torch.device, Any] = {}  # what was sent to a device stays there
 
 
-def _gradient_list(device: torch.device, grads: list[Tensor]) -> Any:
-    """These gradients for compiled clipping, or None where they are left to torch."""
+def _gradient_lists_of(device: torch.device) -> Any:
+    """What makes GradientLists on a device, or None where there is no compiled path."""
+    known = _gradient_lists.get(device)
+    if known is not None and os.environ.get("FUSEDOPT_BACKEND", "") in ("", device.type):
+        return known
     backend = _backend_for(device.type)
     if backend == "torch":
         return None
-    if device not in _gradient_lists:
-        bindings, _ = _load_kernels(backend, ())
-        kernels = _load_gradient_kernels(backend)
-        _gradient_lists[device] = bindings.GradientLists(device, kernels)
-    return _gradient_lists[device].make(grads)
+    bindings, _ = _load_kernels(backend, ())
+    kernels = _load_gradient_kernels(backend)
+    return _gradient_lists.setdefault(device, bindings.GradientLists(device, kernels))
 
 
 def _shards_of(tensor: Tensor) -> tuple[Any, Any] | None:
@@ -2362,10 +2376,10 @@ def _shards_of(tensor: Tensor) -> tuple[Any, Any] | None:
     return dtensor.device_mesh, dtensor.placements
 
 
-def _over_shards(norm_sq: Tensor, part: _Part) -> Tensor:
+def _over_shards(norm_sq: Tensor, shards: tuple[Any, Any] | None) -> Tensor:
     """A sum over local gradients, added up over the ranks that hold other shards."""
-    if part.shards is not None:
-        mesh, placements = part.shards
+    if shards is not None:
+        mesh, placements = shards
         for dim, placement in enumerate(placements):
             if placement.is_partial():
                 raise RuntimeError("the norm of a gradient that is a partial sum is not defined")

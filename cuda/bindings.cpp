@@ -56,18 +56,21 @@ T* pointer_or_null(const OptionalTensor& tensor) {
 }
 
 // As TensorImpl::data(), without its checks: what gather reads has been looked at before.
-const void* address_of(const c10::TensorImpl& tensor) {
+inline const void* address_of(const c10::TensorImpl& tensor, int64_t element_bytes) {
   const auto* start =
       static_cast<const char*>(tensor.unsafe_storage().unsafeGetStorageImpl()->data());
-  return start + tensor.storage_offset() * static_cast<int64_t>(tensor.dtype().itemsize());
+  return start + tensor.storage_offset() * element_bytes;
 }
 
 // One number for sizes and strides: two tensors with the same are laid out alike.
-uint64_t layout_key(const c10::TensorImpl& tensor) {
+inline uint64_t layout_key(const c10::TensorImpl& tensor) {
   const auto sizes = tensor.sizes(), strides = tensor.strides();
-  uint64_t key = sizes.size();
-  for (size_t i = 0; i < sizes.size(); ++i) {
-    key = (key * 0x9e3779b97f4a7c15u + sizes[i]) * 0xd6e8feb86659fd93u + strides[i];
+  uint64_t key = sizes.size(), size_factor = 0x9e3779b97f4a7c15u, stride_factor = size_factor;
+  for (size_t i = 0; i < sizes.size(); ++i) {  // a sum: no product waits for another one
+    size_factor *= 0xd6e8feb86659fd93u;
+    stride_factor *= 0xa0761d6478bd642fu;
+    key += static_cast<uint64_t>(sizes[i]) * size_factor +
+           static_cast<uint64_t>(strides[i]) * stride_factor;
   }
   return key;
 }
@@ -92,7 +95,8 @@ struct Entry {
   uint64_t layout;         // likewise
   const void* hints[2];    // what reading param and data will touch, for prefetching only
   caffe2::TypeMeta data_dtype, grad_dtype;
-  int32_t signature;  // -1: watched
+  uint16_t data_bytes, grad_bytes;  // of an element
+  int32_t signature;                // -1: watched
 };
 
 // Bytes from where a device can fetch them without anybody waiting.
@@ -229,7 +233,7 @@ class SumOfSquares {
  public:
   void prepare(const Tiles& tiles, at::Device device) {
 #if defined(FUSEDOPT_CUDA)
-    const int64_t partials = kNormBlocks;
+    const int64_t partials = kMaxNormBlocks;
 #else
     const int64_t partials = tiles.count;
 #endif
@@ -351,6 +355,19 @@ class GradientLists {
  public:
   GradientLists(at::Device device, int64_t kernels)
       : device_(device), kernels_(*reinterpret_cast<const GradientKernels*>(kernels)) {}
+
+  // Of what some parameters have as gradients. None, if that cannot be clipped here, or if one of
+  // them is a wrapper around tensors.
+  std::optional<GradientList> of(const std::vector<at::Tensor>& params) {
+    std::vector<at::Tensor> grads;
+    for (const at::Tensor& param : params) {
+      const at::Tensor& grad = param.grad();
+      if (!grad.defined()) continue;
+      if (grad.key_set().has(c10::DispatchKey::Python)) return std::nullopt;
+      grads.push_back(grad);
+    }
+    return make(std::move(grads));
+  }
 
   // None, if one of them cannot be clipped here: another device, dtype or layout than dense fp32,
   // bf16 or fp16.
@@ -516,49 +533,19 @@ class Plan {
     gathered_ = 0;
     copies_.clear();
     std::fill(signature_used_.begin(), signature_used_.end(), false);
-    // Three short passes instead of a long one keep many cache misses in flight.
-    if (grads.is_none()) {
-      constexpr size_t kAhead = 16;
-      for (size_t i = 0; i < entries_.size(); ++i) {
-        const Entry& later = entries_[std::min(i + kAhead, entries_.size() - 1)];
-        prefetch(later.param);
-        __builtin_prefetch(later.hints[0]);
-        __builtin_prefetch(later.hints[1]);
-        const at::Tensor& grad = static_cast<const c10::TensorImpl*>(entries_[i].param)->grad();
-        grad_impls_[i] = grad.defined() ? grad.unsafeGetTensorImpl() : nullptr;
-        prefetch(grad_impls_[i]);
-      }
-    } else {
+    if (!grads.is_none()) {
       given_ = py::cast<std::vector<OptionalTensor>>(grads);
       TORCH_CHECK(
           given_.size() == entries_.size(),
           message("got ", given_.size(), " gradients for ", entries_.size(), " parameters"));
-      for (size_t i = 0; i < entries_.size(); ++i) {
-        grad_impls_[i] = given_[i] ? given_[i]->unsafeGetTensorImpl() : nullptr;
-      }
     }
-    for (size_t i = 0; i < entries_.size(); ++i) {
-      const Entry& entry = entries_[i];
-      c10::TensorImpl* grad = grad_impls_[i];
-      if (grad == nullptr) continue;
-      if (entry.signature < 0 || grad->layout() != at::kStrided ||
-          grad->dtype() != entry.grad_dtype || grad->device() != device_ ||
-          entry.data->dtype() != entry.data_dtype || layout_key(*entry.data) != entry.layout) {
-        return false;
-      }
-      __builtin_prefetch(grad->unsafe_storage().unsafeGetStorageImpl());
-    }
-    for (size_t i = 0; i < entries_.size(); ++i) {
-      grads_[i] = nullptr;
-      c10::TensorImpl* grad = grad_impls_[i];
-      if (grad == nullptr) continue;
-      const Entry& entry = entries_[i];
-      if (address_of(*entry.data) != entry.address) return false;
-      const bool same = layout_key(*grad) == entry.layout;
-      if (!same && grad->sizes() != entry.data->sizes()) return false;
-      ++gathered_;
-      signature_used_[entry.signature] = true;
-      grads_[i] = gradient_pointer(grad, entry.data, same);
+    // Three short passes instead of a long one keep many cache misses in flight; a few entries at a
+    // time stay in the L1 cache from pass to pass.
+    constexpr size_t kAtOnce = 32;
+    for (size_t begin = 0; begin < entries_.size(); begin += kAtOnce) {
+      const size_t end = std::min(begin + kAtOnce, entries_.size());
+      find_gradients(begin, end, grads.is_none());
+      if (!are_as_planned(begin, end) || !read_addresses(begin, end)) return false;
     }
     return true;
   }
@@ -578,17 +565,22 @@ class Plan {
     return same && objects == structure_.objects.size() && numbers == structure_.numbers.size();
   }
 
-  bool step(const py::list& groups, const OptionalTensor& grad_scale,
-            const OptionalTensor& found_inf) {
+  // The usual step in one call. False, with nothing changed: Python has to look.
+  bool step(const py::list& groups, std::optional<double> max_grad_norm,
+            const OptionalTensor& grad_norm) {
+    if (max_grad_norm && !(gradient_tiles_ && grad_norm)) return false;
     if (!fits(groups) || !gather(py::none())) return false;
-    launch(groups, grad_scale, found_inf, std::nullopt, 0, std::nullopt);
+    if (max_grad_norm && gathered_ == 0) return false;
+    OptionalTensor sum;
+    if (max_grad_norm) sum = norm_sq(groups, std::nullopt);
+    launch(groups, std::nullopt, std::nullopt, sum, max_grad_norm.value_or(0), grad_norm);
     return true;
   }
 
   // The sum of squares of what was gathered, one fp64 number on the device. found_inf is set to
   // whether one of them is infinite or NaN.
-  at::Tensor norm_sq(const py::list& groups, int64_t kernels, const OptionalTensor& found_inf) {
-    prepare_norm(kernels);
+  at::Tensor norm_sq(const py::list& groups, const OptionalTensor& found_inf) {
+    TORCH_CHECK(gradient_tiles_, "norm_sq() before prepare_norm()");
     scalar_pointer(found_inf, "found_inf");
     if (gathered_ == 0 || gradient_tiles_->count == 0) {
       if (found_inf) found_inf->zero_();
@@ -602,12 +594,12 @@ class Plan {
     gradients.rows = args.rows;
     gradients.places = args.ready;  // a gradient's address is the first member
     gradients.place_bytes = kernels_.front()->ready_bytes;
-    sum_(gradients, *gradient_tiles_, *reinterpret_cast<const GradientKernels*>(kernels), found_inf,
-         stream, norm_total_);
+    sum_(gradients, *gradient_tiles_, *gradient_kernels_, found_inf, stream, norm_total_);
     return norm_total_;
   }
 
-  // What norm_sq() needs; to be made before a capture.
+  // What norm_sq() needs; to be made before a capture. kernels: the address that
+  // fusedopt_gradient_kernels() gave.
   void prepare_norm(int64_t kernels) {
     if (gradient_tiles_) return;
     TORCH_CHECK(!Stream(device_).is_capturing(),
@@ -615,8 +607,8 @@ class Plan {
                 "init_state() after setting it");
     std::vector<int64_t> numels;
     for (const TensorRow& row : rows_) numels.push_back(row.numel);
-    const auto& gradient_kernels = *reinterpret_cast<const GradientKernels*>(kernels);
-    Tiles tiles(numels, gradient_kernels.tile_elements, device_);
+    gradient_kernels_ = reinterpret_cast<const GradientKernels*>(kernels);
+    Tiles tiles(numels, gradient_kernels_->tile_elements, device_);
     sum_.prepare(tiles, device_);
     norm_total_ = at::empty({1}, at::TensorOptions(at::kDouble).device(device_)).zero_();
     gradient_tiles_.emplace(std::move(tiles));
@@ -659,6 +651,7 @@ class Plan {
     given_.clear();
   }
 
+  bool has_norm() const { return gradient_tiles_.has_value(); }
   bool captured() const { return captured_; }
 
  private:
@@ -666,6 +659,64 @@ class Plan {
     __builtin_prefetch(address);
     __builtin_prefetch(static_cast<const char*>(address) + 64);
     __builtin_prefetch(static_cast<const char*>(address) + 128);
+  }
+
+  // The passes of gather(), each with the processor's registers to itself.
+
+  __attribute__((noinline)) void find_gradients(size_t begin, size_t end, bool are_of_params) {
+    constexpr size_t kAhead = 16;
+    for (size_t i = begin; i < end; ++i) {
+      if (!are_of_params) {
+        grad_impls_[i] = given_[i] ? given_[i]->unsafeGetTensorImpl() : nullptr;
+        continue;
+      }
+      const Entry& later = entries_[std::min(i + kAhead, entries_.size() - 1)];
+      prefetch(later.param);
+      __builtin_prefetch(later.hints[0]);
+      __builtin_prefetch(later.hints[1]);
+      const at::Tensor& grad = static_cast<const c10::TensorImpl*>(entries_[i].param)->grad();
+      grad_impls_[i] = grad.defined() ? grad.unsafeGetTensorImpl() : nullptr;
+      prefetch(grad_impls_[i]);
+    }
+  }
+
+  __attribute__((noinline)) bool are_as_planned(size_t begin, size_t end) {
+    for (size_t i = begin; i < end; ++i) {
+      const Entry& entry = entries_[i];
+      const c10::TensorImpl* grad = grad_impls_[i];
+      if (grad == nullptr) continue;
+      if (grad->key_set() != plain_keys_) {
+        if (grad->layout() != at::kStrided) return false;
+        if (!is_lazy(*grad)) plain_keys_ = grad->key_set();
+      }
+      if (entry.signature < 0 || grad->dtype() != entry.grad_dtype ||
+          grad->device() != device_ || entry.data->dtype() != entry.data_dtype ||
+          layout_key(*entry.data) != entry.layout) {
+        return false;
+      }
+      __builtin_prefetch(grad->unsafe_storage().unsafeGetStorageImpl());
+    }
+    return true;
+  }
+
+  __attribute__((noinline)) bool read_addresses(size_t begin, size_t end) {
+    for (size_t i = begin; i < end; ++i) {
+      const Entry& entry = entries_[i];
+      c10::TensorImpl* grad = grad_impls_[i];
+      grads_[i] = nullptr;
+      if (grad == nullptr) continue;
+      if (address_of(*entry.data, entry.data_bytes) != entry.address) return false;
+      if (layout_key(*grad) == entry.layout && grad->key_set() == plain_keys_) {
+        grads_[i] = address_of(*grad, entry.grad_bytes);
+      }
+      if (grads_[i] == nullptr) {
+        if (grad->sizes() != entry.data->sizes()) return false;
+        grads_[i] = address_in_order(grad, entry);
+      }
+      ++gathered_;
+      signature_used_[entry.signature] = true;
+    }
+    return true;
   }
 
   void advance(Advance& args, const py::list& groups, const Stream& stream) {
@@ -697,7 +748,9 @@ class Plan {
     Entry entry;
     entry.param = param.unsafeGetTensorImpl();
     entry.data = data.unsafeGetTensorImpl();
-    entry.address = address_of(*entry.data);
+    entry.data_bytes = static_cast<uint16_t>(c10::elementSize(data.scalar_type()));
+    entry.grad_bytes = static_cast<uint16_t>(c10::elementSize(grad_dtype));
+    entry.address = address_of(*entry.data, entry.data_bytes);
     entry.layout = layout_key(*entry.data);
     entry.hints[0] = entry.param->autograd_meta();
     entry.hints[1] = entry.data->unsafe_storage().unsafeGetStorageImpl();
@@ -710,17 +763,20 @@ class Plan {
     grad_impls_.push_back(nullptr);
   }
 
-  const void* gradient_pointer(c10::TensorImpl* grad, c10::TensorImpl* data, bool same) {
-    if (data->numel() == 0)
-      return this;  // anything but null: there is a gradient, nothing reads it
-    const bool is_lazy = grad->key_set().has_any(
-        c10::DispatchKeySet({c10::DispatchKey::Negative, c10::DispatchKey::Conjugate}));
-    if (!is_lazy && (same || same_layout(*grad, *data))) {
-      return address_of(*grad);
-    }
+  static bool is_lazy(const c10::TensorImpl& tensor) {
+    static const c10::DispatchKeySet lazy(
+        {c10::DispatchKey::Negative, c10::DispatchKey::Conjugate});
+    return tensor.key_set().has_any(lazy);
+  }
+
+  // Of a gradient's elements in the order of its parameter's, copied if need be; not null.
+  const void* address_in_order(c10::TensorImpl* grad, const Entry& entry) {
+    const c10::TensorImpl& data = *entry.data;
+    if (data.numel() == 0) return this;  // there is a gradient, but nothing to read
+    if (!is_lazy(*grad) && same_layout(*grad, data)) return address_of(*grad, entry.grad_bytes);
     const c10::AutoGradMode no_grad(false);
     const auto original = at::Tensor(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(grad));
-    copies_.push_back(at::empty_strided(data->sizes(), data->strides(), original.options()));
+    copies_.push_back(at::empty_strided(data.sizes(), data.strides(), original.options()));
     copies_.back().copy_(original);
     return copies_.back().data_ptr();
   }
@@ -835,6 +891,7 @@ class Plan {
   std::vector<c10::TensorImpl*> grad_impls_;
   std::vector<TensorRow> rows_;
   std::vector<Tiles> tiles_;  // of each signature
+  const GradientKernels* gradient_kernels_ = nullptr;
   std::optional<Tiles> gradient_tiles_;
   SumOfSquares sum_;
   at::Tensor rows_table_, ready_, norm_total_;
@@ -843,6 +900,7 @@ class Plan {
   std::vector<OptionalTensor> given_;  // gradients that Python handed over, until they are used
   std::vector<at::Tensor> copies_;     // gradients laid out unlike their parameter
   std::vector<char> signature_used_;
+  c10::DispatchKeySet plain_keys_;  // of the last strided gradient that was not lazy
   std::vector<uint64_t> words_;
   int64_t gathered_ = 0;
   bool captured_ = false;
@@ -865,13 +923,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            py::arg("master"), py::arg("master_scale"), py::arg("scaling"), py::arg("fp8_largest"),
            py::arg("group"), py::arg("signature"))
       .def("seal", &Plan::seal)
-      .def("step", &Plan::step, py::arg("groups"), py::arg("grad_scale"), py::arg("found_inf"))
+      .def("step", &Plan::step, py::arg("groups"), py::arg("max_grad_norm"),
+           py::arg("grad_norm"))
       .def("gather", &Plan::gather, py::arg("grads"))
-      .def("norm_sq", &Plan::norm_sq, py::arg("groups"), py::arg("kernels"), py::arg("found_inf"))
+      .def("norm_sq", &Plan::norm_sq, py::arg("groups"), py::arg("found_inf"))
       .def("launch", &Plan::launch, py::arg("groups"), py::arg("grad_scale"), py::arg("found_inf"),
            py::arg("norm_sq"), py::arg("max_grad_norm"), py::arg("grad_norm"))
       .def("prepare_norm", &Plan::prepare_norm, py::arg("kernels"))
       .def_property_readonly("gathered", &Plan::gathered)
+      .def_property_readonly("has_norm", &Plan::has_norm)
       .def_property_readonly("captured", &Plan::captured);
   using fusedopt::GradientList;
   using fusedopt::GradientLists;
@@ -880,5 +940,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("clip", &GradientList::clip, py::arg("norm_sq"), py::arg("max_norm"));
   py::class_<GradientLists>(m, "GradientLists", py::module_local())
       .def(py::init<at::Device, int64_t>(), py::arg("device"), py::arg("kernels"))
+      .def("of", &GradientLists::of, py::arg("params"))
       .def("make", &GradientLists::make, py::arg("grads"));
 }

@@ -101,13 +101,13 @@ struct Gradients {
   TileIndex index;
   int64_t first_tile;  // as in Update
   int64_t num_tiles;
-  double* partials;   // CUDA: kNormBlocks; CPU: one per tile
+  double* partials;   // CUDA: kMaxNormBlocks; CPU: one per tile
   uint32_t* arrived;  // CUDA: blocks that are done, 0 before and after
   double* total;      // the sum of squares
   float* found_inf;  // set to 1 if one of them is infinite or NaN, and on CUDA to 0 if not; or null
 };
 
-constexpr int kNormBlocks = 2048;
+constexpr int kMaxNormBlocks = 2048;
 
 struct GradientKernels {
   int32_t tile_elements;

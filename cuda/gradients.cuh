@@ -6,7 +6,7 @@
 
 namespace fusedopt {
 
-constexpr int kGradientTile = 4096;
+constexpr int kGradientTile = 8192;
 
 template <class F>
 FUSEDOPT_HD void with_code(GradientCode code, F f) {
@@ -32,15 +32,23 @@ struct Squares {
   bool is_finite;
 };
 
-template <int N>
-FUSEDOPT_HD Squares squares(const float (&values)[N]) {
-  constexpr int kLanes = 8;  // sums side by side, for vector units and instruction latencies
+constexpr int kLanes = 8;  // sums side by side, for vector units and instruction latencies
+
+template <class Storage, int N>
+FUSEDOPT_HD Storage (&lanes_at(Storage (&raw)[N], int i))[kLanes] {
+  return reinterpret_cast<Storage(&)[kLanes]>(raw[i]);
+}
+
+template <class Code, int N>
+FUSEDOPT_HD Squares squares(const typename Code::Storage (&raw)[N]) {
   float lanes[kLanes] = {};
   FUSEDOPT_UNROLL
   for (int i = 0; i < N; i += kLanes) {
+    float values[kLanes];
+    decode<Code>(lanes_at(raw, i), values);
     FUSEDOPT_UNROLL
     for (int j = 0; j < kLanes; ++j) {
-      lanes[j] = fused_multiply_add(values[i + j], values[i + j], lanes[j]);
+      lanes[j] = fused_multiply_add(values[j], values[j], lanes[j]);
     }
   }
   float sum = 0;
@@ -48,9 +56,11 @@ FUSEDOPT_HD Squares squares(const float (&values)[N]) {
   for (int j = 0; j < kLanes; ++j) sum += lanes[j];
   if (is_finite(sum)) return {sum, true};
   Squares exact = {0, true};
+  FUSEDOPT_UNROLL
   for (int i = 0; i < N; ++i) {
-    exact.sum += static_cast<double>(values[i]) * values[i];
-    exact.is_finite &= is_finite(values[i]);
+    const float value = Code::decode(raw[i]);
+    exact.sum += static_cast<double>(value) * value;
+    exact.is_finite &= is_finite(value);
   }
   return exact;
 }
@@ -58,37 +68,56 @@ FUSEDOPT_HD Squares squares(const float (&values)[N]) {
 #if defined(__CUDACC__)
 
 constexpr int kGradientThreads = 128;
+constexpr int kGradientBlocks = 8;  // of a multiprocessor, all at once: no block waits for another
 
-// This thread's part of a whole tile of a dtype: pieces of 16 bytes, side by side among threads.
+inline unsigned gradient_blocks(int64_t tiles) {
+  int device = 0, multiprocessors = 1;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  const int64_t most = multiprocessors * kGradientBlocks;
+  const int64_t blocks = most < kMaxNormBlocks ? most : kMaxNormBlocks;
+  return static_cast<unsigned>(tiles < blocks ? tiles : blocks);
+}
+
+// What a thread holds of a whole tile at once: pieces of 16 bytes, side by side among threads.
 template <class Code>
 struct Part {
-  static constexpr int kElements = kGradientTile / kGradientThreads;
+  static constexpr int kPieces = 8;
   static constexpr int kOfPiece = 16 / sizeof(typename Code::Storage);
-  static constexpr int kPieces = kElements / kOfPiece;
+  static constexpr int kElements = kPieces * kOfPiece;
+  static constexpr int kOfTile = kGradientTile / kGradientThreads / kElements;
   typename Code::Storage raw[kElements];
-  float values[kElements];
 
-  __device__ __forceinline__ char* piece(void* tile, int i) {
-    return static_cast<char*>(tile) + (i * kGradientThreads + threadIdx.x) * 16;
+  __device__ __forceinline__ char* piece(void* start, int i) {
+    return static_cast<char*>(start) + (i * kGradientThreads + threadIdx.x) * 16;
   }
-  __device__ __forceinline__ void load(void* tile) {
+  __device__ __forceinline__ void load(void* start) {
     Piece<16> pieces[kPieces];
     FUSEDOPT_UNROLL
-    for (int i = 0; i < kPieces; ++i) pieces[i].load(piece(tile, i));
+    for (int i = 0; i < kPieces; ++i) pieces[i].load(piece(start, i));
     memcpy(raw, pieces, sizeof raw);
-    decode<Code>(raw, values);
   }
-  __device__ __forceinline__ void store(void* tile) {
-    encode_nearest<Code>(values, raw);
+  __device__ __forceinline__ Squares squares() const { return fusedopt::squares<Code>(raw); }
+  __device__ __forceinline__ void scale(float factor) {
+    FUSEDOPT_UNROLL
+    for (int i = 0; i < kElements; i += kLanes) {
+      float values[kLanes];
+      decode<Code>(lanes_at(raw, i), values);
+      FUSEDOPT_UNROLL
+      for (float& value : values) value *= factor;
+      encode_nearest<Code>(values, lanes_at(raw, i));
+    }
+  }
+  __device__ __forceinline__ void store(void* start) {
     Piece<16> pieces[kPieces];
     memcpy(pieces, raw, sizeof raw);
     FUSEDOPT_UNROLL
-    for (int i = 0; i < kPieces; ++i) pieces[i].store(piece(tile, i));
+    for (int i = 0; i < kPieces; ++i) pieces[i].store(piece(start, i));
   }
 };
 
-// Calls for_part(Part) if tile `index` is whole, for_element(Code, Code::Storage&) for each of this
-// thread's elements if it is not.
+// Calls for_part(Part, start) for each part of tile `index` if it is whole, for_element(Code,
+// Code::Storage&) for each of this thread's elements if it is not.
 template <class ForPart, class ForElement>
 __device__ __forceinline__ void visit_tile(const Gradients& args, int64_t index, ForPart for_part,
                                            ForElement for_element) {
@@ -101,7 +130,10 @@ __device__ __forceinline__ void visit_tile(const Gradients& args, int64_t index,
     using Code = decltype(code);
     auto* elements = static_cast<typename Code::Storage*>(grad);
     if (reinterpret_cast<uintptr_t>(grad) % 16 == 0 && begin + kGradientTile <= row.numel) {
-      for_part(Part<Code>(), elements + begin);
+      using P = Part<Code>;
+      for (int i = 0; i < P::kOfTile; ++i) {
+        for_part(P(), elements + begin + i * P::kElements * kGradientThreads);
+      }
       return;
     }
     const int64_t end = begin + kGradientTile < row.numel ? begin + kGradientTile : row.numel;
@@ -126,9 +158,9 @@ __device__ __forceinline__ double block_sum(double value) {
   return value;
 }
 
-// A fixed number of blocks, each with its tiles in order, and the last to finish adds up what they
-// found in order: the same bits every time.
-__global__ void __launch_bounds__(kGradientThreads)
+// Each block has its tiles in order, and the last to finish adds up what they found in order: the
+// same bits every time.
+__global__ void __launch_bounds__(kGradientThreads, kGradientBlocks)
     norm_kernel(const __grid_constant__ Gradients args) {
   constexpr uint32_t kNotFinite = 1u << 16;  // added to the count of blocks that have arrived
   double sum = 0;
@@ -140,9 +172,9 @@ __global__ void __launch_bounds__(kGradientThreads)
   for (int64_t tile = blockIdx.x; tile < args.num_tiles; tile += gridDim.x) {
     visit_tile(
         args, tile,
-        [&](auto part, void* elements) {
-          part.load(elements);
-          add(squares(part.values));
+        [&](auto part, void* start) {
+          part.load(start);
+          add(part.squares());
         },
         [&](auto code, auto& element) {
           const float value = decltype(code)::decode(element);
@@ -173,36 +205,36 @@ __global__ void __launch_bounds__(kGradientThreads)
   }
 }
 
-__global__ void __launch_bounds__(kGradientThreads)
+__global__ void __launch_bounds__(kGradientThreads, kGradientBlocks)
     clip_kernel(const __grid_constant__ Gradients args, float max_norm, float* norm_out) {
   const double norm = sqrt(*args.total);
   if (blockIdx.x == 0 && threadIdx.x == 0) *norm_out = static_cast<float>(norm);
   const float factor = clip_factor(norm, max_norm);
   if (factor == 1) return;
-  visit_tile(
-      args, blockIdx.x,
-      [&](auto part, void* elements) {
-        part.load(elements);
-        FUSEDOPT_UNROLL
-        for (float& value : part.values) value *= factor;
-        part.store(elements);
-      },
-      [&](auto code, auto& element) {
-        using Code = decltype(code);
-        element = Code::nearest(Code::decode(element) * factor);
-      });
+  for (int64_t tile = blockIdx.x; tile < args.num_tiles; tile += gridDim.x) {
+    visit_tile(
+        args, tile,
+        [&](auto part, void* start) {
+          part.load(start);
+          part.scale(factor);
+          part.store(start);
+        },
+        [&](auto code, auto& element) {
+          using Code = decltype(code);
+          element = Code::nearest(Code::decode(element) * factor);
+        });
+  }
 }
 
 constexpr GradientKernels kGradientKernels = {
     kGradientTile,
     [](const Gradients& args, void* stream) -> int {
-      const auto blocks = args.num_tiles < kNormBlocks ? args.num_tiles : kNormBlocks;
-      norm_kernel<<<static_cast<unsigned>(blocks), kGradientThreads, 0,
+      norm_kernel<<<gradient_blocks(args.num_tiles), kGradientThreads, 0,
                     static_cast<cudaStream_t>(stream)>>>(args);
       return cudaGetLastError();
     },
     [](const Gradients& args, float max_norm, float* norm, void* stream) -> int {
-      clip_kernel<<<static_cast<unsigned>(args.num_tiles), kGradientThreads, 0,
+      clip_kernel<<<gradient_blocks(args.num_tiles), kGradientThreads, 0,
                     static_cast<cudaStream_t>(stream)>>>(args, max_norm, norm);
       return cudaGetLastError();
     },
@@ -237,7 +269,7 @@ constexpr GradientKernels kGradientKernels = {
           float values[N] = {};
           const int64_t end = count - i < N ? count - i : N;
           for (int64_t j = 0; j < end; ++j) values[j] = decltype(code)::decode(elements[i + j]);
-          const Squares found = squares(values);
+          const Squares found = squares<F32>(values);
           sum += found.sum;
           if (!found.is_finite && args.found_inf) {
             __atomic_store_n(reinterpret_cast<uint32_t*>(args.found_inf), 0x3f800000u,

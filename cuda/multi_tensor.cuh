@@ -248,8 +248,7 @@ struct Lanes {
   }
 };
 
-// Among a block's values: the bits of the largest finite magnitude, and whether all are finite or
-// NaN.
+// Among a block's values: the bits of the largest finite magnitude, and whether all are finite.
 struct Largest {
   uint32_t bits;
   bool is_finite;
@@ -263,23 +262,23 @@ FUSEDOPT_HD Largest largest_finite(const float (&values)[N]) {
     FUSEDOPT_UNROLL
     for (int i = 0; i < N; ++i) seen = max(seen, float_bits(values[i]));
   } else {
-    float magnitude = 0;  // fmaxf passes over NaN
+    float magnitude = 0;
     FUSEDOPT_UNROLL
-    for (int i = 0; i < N; ++i) magnitude = fmaxf(magnitude, fabsf(values[i]));
+    for (int i = 0; i < N; ++i) magnitude = larger_magnitude_or_nan(magnitude, values[i]);
     seen = float_bits(magnitude);
   }
   seen = Lanes<N>::largest(seen);
   if (seen < 0x7f800000u) return {seen, true};
 #endif
-  uint32_t largest = 0, infinite = 0;
+  uint32_t largest = 0, others = 0;
   FUSEDOPT_UNROLL
   for (int i = 0; i < N; ++i) {
     const uint32_t bits = float_bits(values[i]) & 0x7fffffffu;
-    infinite |= bits == 0x7f800000u;
+    others |= bits >= 0x7f800000u;
     const uint32_t finite = bits < 0x7f800000u ? bits : 0;
     largest = largest > finite ? largest : finite;
   }
-  return {Lanes<N>::largest(largest), infinite == 0};
+  return {Lanes<N>::largest(largest), others == 0};
 }
 
 // ---- slices: N elements of one stream ----------------------------------------------------------
@@ -304,7 +303,7 @@ struct Slice {
 
   template <bool kWhole, int kRun, class Math>
   FUSEDOPT_HD void write(void* base, float* scales, Span<kRun> span, const float (&values)[N],
-                         const Random<16, N>& random, int stream, Math (&math)[N]) {
+                         const Random<N>& random, int stream, Math (&math)[N]) {
     float kept[N];
     FUSEDOPT_UNROLL
     for (int i = 0; i < N; ++i) {
@@ -332,14 +331,12 @@ struct Slice {
 // The states of a rule, one slice each; state n draws random stream n.
 template <int N, int kIndex, class Rule, class... Codes>
 struct States {
-  template <class F>
-  static FUSEDOPT_HD void for_each_read(const TensorRow&, F) {}
   template <bool kWhole, int kRun>
   FUSEDOPT_HD void load(const TensorRow&, Span<kRun>) {}
   FUSEDOPT_HD void read(float (&)[kMaxStates][N]) const {}
   template <bool kWhole, int kRun, class Math>
   FUSEDOPT_HD void write(const TensorRow&, Span<kRun>, float (&)[kMaxStates][N],
-                         const Random<16, N>&, Math (&)[N]) {}
+                         const Random<N>&, Math (&)[N]) {}
 };
 
 template <int N, int kIndex, class Rule, class Code, class... Codes>
@@ -347,11 +344,6 @@ struct States<N, kIndex, Rule, Code, Codes...> {
   Slice<Stream<Code, Rule::kRoles[kIndex]>, N> first;
   States<N, kIndex + 1, Rule, Codes...> rest;
 
-  template <class F>  // f(address, bytes of an element) for what load() reads, but scales
-  static FUSEDOPT_HD void for_each_read(const TensorRow& row, F f) {
-    f(row.states[kIndex], sizeof(typename Code::Storage));
-    States<N, kIndex + 1, Rule, Codes...>::for_each_read(row, f);
-  }
   template <bool kWhole, int kRun>
   FUSEDOPT_HD void load(const TensorRow& row, Span<kRun> span) {
     first.template load<kWhole>(row.states[kIndex], row.state_scales[kIndex], span);
@@ -363,7 +355,7 @@ struct States<N, kIndex, Rule, Code, Codes...> {
   }
   template <bool kWhole, int kRun, class Math>
   FUSEDOPT_HD void write(const TensorRow& row, Span<kRun> span, float (&values)[kMaxStates][N],
-                         const Random<16, N>& random, Math (&math)[N]) {
+                         const Random<N>& random, Math (&math)[N]) {
     first.template write<kWhole>(row.states[kIndex], row.state_scales[kIndex], span, values[kIndex],
                                  random, kIndex, math);
     rest.template write<kWhole>(row, span, values, random, math);
@@ -377,10 +369,6 @@ template <class P, bool kStochastic, class Master, int N>  // a master kept apar
 struct Weight {
   Slice<Stream<Master, Role::kWeight>, N> master;
 
-  template <class F>
-  static FUSEDOPT_HD void for_each_read(const TensorRow& row, F f) {
-    f(row.master, sizeof(typename Master::Storage));
-  }
   template <bool kWhole, int kRun>
   FUSEDOPT_HD void load(const TensorRow& row, Span<kRun> span) {
     master.template load<kWhole>(row.master, row.master_scale, span);
@@ -403,7 +391,7 @@ struct Weight {
     store<kWhole>(row.param, span, raw);
     Exact no_roots[N];
     master.template write<kWhole>(row.master, row.master_scale, span, values,
-                                  Random<16, N>(key, kWeightStream / 2, span), kWeightStream,
+                                  Random<N>(key, span), kWeightStream,
                                   no_roots);
   }
 };
@@ -412,10 +400,6 @@ template <class P, bool kStochastic, int N>
 struct Weight<P, kStochastic, None, N> {
   typename P::Storage raw[N];
 
-  template <class F>
-  static FUSEDOPT_HD void for_each_read(const TensorRow& row, F f) {
-    f(row.param, sizeof(typename P::Storage));
-  }
   template <bool kWhole, int kRun>
   FUSEDOPT_HD void load(const TensorRow& row, Span<kRun> span) {
     fusedopt::load<kWhole>(row.param, span, raw);
@@ -424,10 +408,7 @@ struct Weight<P, kStochastic, None, N> {
   template <bool kWhole, int kRun>
   FUSEDOPT_HD void write(const TensorRow& row, Span<kRun> span, float (&values)[N], uint32_t key) {
     if constexpr (kStochastic) {
-      uint32_t bits[N];
-      Random<16, N>(key, kWeightStream / 2, span).bits(kWeightStream, bits);
-      FUSEDOPT_UNROLL
-      for (int i = 0; i < N; ++i) raw[i] = P::stochastic(values[i], bits[i]);
+      P::stochastic(values, Random<N>(key, span), kWeightStream, raw);
     } else {
       encode_nearest<P>(values, raw);
     }
@@ -440,11 +421,6 @@ struct Weight<P, kStochastic, Split<R>, N> {
   uint16_t half[N];
   R remainder[N];
 
-  template <class F>
-  static FUSEDOPT_HD void for_each_read(const TensorRow& row, F f) {
-    f(row.param, sizeof(uint16_t));
-    f(row.master, sizeof(R));
-  }
   template <bool kWhole, int kRun>
   FUSEDOPT_HD void load(const TensorRow& row, Span<kRun> span) {
     fusedopt::load<kWhole>(row.param, span, half);
@@ -453,7 +429,7 @@ struct Weight<P, kStochastic, Split<R>, N> {
   FUSEDOPT_HD void read(float (&values)[N]) const { Split<R>::join(half, remainder, values); }
   template <bool kWhole, int kRun>
   FUSEDOPT_HD void write(const TensorRow& row, Span<kRun> span, float (&values)[N], uint32_t key) {
-    Split<R>::split(values, Random<8, N>(key, kWeightStream / 2, span), half, remainder);
+    Split<R>::split(values, Random<N>(key, span), kWeightStream, half, remainder);
     store<kWhole>(row.param, span, half);
     store<kWhole>(row.master, span, remainder);
   }
@@ -469,11 +445,6 @@ constexpr size_t widest() {
   return bytes;
 }
 
-template <class M>
-constexpr bool is_split = false;
-template <class R>
-constexpr bool is_split<Split<R>> = true;
-
 // How a signature is laid over threads (measured): 16-byte accesses of the widest stream, except
 // that a block of kScaleBlock elements must be one warp's.
 template <class S>
@@ -486,17 +457,11 @@ struct Layout<Signature<R, P, G, M, kStochastic, Codes...>> {
   static constexpr size_t kWidest = widest<P, G, M, Codes...>();
   static constexpr bool kOnlyFp32 = std::is_same_v<P, F32> && std::is_same_v<G, F32> &&
                                     std::is_same_v<M, None> && (std::is_same_v<Codes, F32> && ...);
+  static constexpr bool kApproximate = kBlockScaled || kStochastic;
   static constexpr int kElements = kBlockScaled || kWidest < sizeof(float) ? 8 : 4;
   static constexpr int kThreads = 128;
   // Neighbouring threads access neighbouring pieces of at most 16 bytes.
   static constexpr int kRun = kElements * kWidest > 16 ? 4 : kElements;
-  // Where few bytes are read an element, arithmetic hides less of the memory's latency.
-  static constexpr size_t kReads = (std::is_same_v<M, None> ? sizeof(typename P::Storage)
-                                    : is_split<M> ? sizeof(uint16_t) + sizeof(typename M::Storage)
-                                                  : sizeof(typename M::Storage)) +
-                                   sizeof(typename G::Storage) +
-                                   (sizeof(typename Codes::Storage) + ... + 0);
-  static constexpr bool kPrefetches = kBlockScaled && kReads <= 7;
   // Where registers are few, a row is read again for the stores rather than kept.
   static constexpr bool kReadsAgain = !kBlockScaled && (!kOnlyFp32 || sizeof...(Codes) == 3);
   // Registers of a thread are bounded, so that enough warps wait for memory at once.
@@ -519,7 +484,7 @@ struct Layout<Signature<R, P, G, M, kStochastic, Codes...>> {
 template <class S, int N, bool kWhole, int kRun>
 FUSEDOPT_HD void update_slice(const TensorRow& row, const Ready<typename S::Rule>& ready,
                               Span<kRun> span, const TensorRow& row_in_memory) {
-  using Math = std::conditional_t<Layout<S>::kBlockScaled, Approximate, Exact>;
+  using Math = std::conditional_t<Layout<S>::kApproximate, Approximate, Exact>;
   using Grad = typename S::Grad;
   typename Layout<S>::template WeightOf<N> weight;
   typename Grad::Storage raw_grad[N];
@@ -545,7 +510,7 @@ FUSEDOPT_HD void update_slice(const TensorRow& row, const Ready<typename S::Rule
 #endif
   const TensorRow target = Layout<S>::kReadsAgain ? row_in_memory : row;
   weight.template write<kWhole>(target, span, values, ready.key);
-  const Random<16, N> random(ready.key, 0, span);  // rules have at most two random states
+  const Random<N> random(ready.key, span);
   states.template write<kWhole>(target, span, state, random, math);
 }
 
@@ -559,24 +524,6 @@ __device__ __noinline__ void update_partial_slice(const TensorRow* rows, const v
   const TensorRow row = rows[tensor];
   const auto ready = static_cast<const Ready<typename S::Rule>*>(readies)[tensor];
   update_slice<S, N, false, kRun>(row, ready, span, row);
-}
-
-// Brings what a later tile reads into the L2 cache; called by one thread.
-template <class S>
-__device__ __forceinline__ void prefetch_tile(const TensorRow& row,
-                                              const Ready<typename S::Rule>& ready, int64_t begin,
-                                              int64_t tile) {
-#if __CUDA_ARCH__ >= 900
-  if (begin + tile > row.numel) return;
-  const auto prefetch = [&](const void* base, int64_t element_bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(static_cast<const char*>(base) +
-                                                                    begin * element_bytes),
-                 "r"(static_cast<uint32_t>(tile * element_bytes)));
-  };
-  prefetch(ready.grad, sizeof(typename S::Grad::Storage));
-  Layout<S>::template WeightOf<Layout<S>::kElements>::for_each_read(row, prefetch);
-  Layout<S>::template StatesOf<Layout<S>::kElements>::for_each_read(row, prefetch);
-#endif
 }
 
 // One tile: the elements [begin, begin + kTile) of a tensor, of which this thread does N. A single
@@ -593,10 +540,6 @@ __device__ __forceinline__ void update_tile(const TensorRow* rows, const void* r
   const bool whole = ready.grad && addresses % 16 == 0 && begin + tile <= row.numel;
   const Span<kRun> span = {offset, row.numel - 1};
   if (whole) {
-    constexpr int64_t kTilesAhead = 1200;  // about as many as run at once
-    if (Layout<S>::kPrefetches && threadIdx.x == 0) {
-      prefetch_tile<S>(row, ready, begin + kTilesAhead * tile, tile);
-    }
     update_slice<S, N, true, kRun>(row, ready, span, rows[tensor]);
   } else if (ready.grad) {
     update_partial_slice<S, N, kRun>(rows, readies, tensor, span);

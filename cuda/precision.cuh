@@ -22,15 +22,21 @@ FUSEDOPT_HD uint32_t float_bits(float x) {
   return bits;
 }
 
+// 2^exponent, -126 to 127.
+FUSEDOPT_HD constexpr float power_of_two(int exponent) {
+  float power = 1;
+  for (; exponent > 0; --exponent) power *= 2;
+  for (; exponent < 0; ++exponent) power /= 2;
+  return power;
+}
+
 FUSEDOPT_HD float bits_float(uint32_t bits) {
   float x;
   memcpy(&x, &bits, sizeof x);
   return x;
 }
 
-FUSEDOPT_HD float power_of_two(int exponent) {  // -126 to 127
-  return bits_float(static_cast<uint32_t>(exponent + 127) << 23);
-}
+
 
 // Without a rounding in between. nvcc is told to contract nothing else, so that it is the same on
 // every GPU; a host compiler contracts where it can (its builtin would keep loops from being
@@ -43,12 +49,32 @@ FUSEDOPT_HD float fused_multiply_add(float a, float b, float c) {
 #endif
 }
 
+// With a NaN to which 16 bits can be added. A GPU's arithmetic gives 0x7fffffff for NaN.
+FUSEDOPT_HD uint32_t bits_or_nan(float x) {
+#ifdef __CUDA_ARCH__
+  return static_cast<uint32_t>(min(static_cast<int32_t>(float_bits(x)), 0x7fc00000));
+#else
+  return x == x ? float_bits(x) : 0x7fc00000u;
+#endif
+}
+
 FUSEDOPT_HD bool is_finite(float x) { return fabsf(x) <= 3.402823466e+38f; }
+
+#ifdef __CUDA_ARCH__
+__device__ __forceinline__ float larger_magnitude_or_nan(float a, float b) {  // a is not negative
+#if __CUDA_ARCH__ >= 800
+  asm("max.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(fabsf(b)));
+  return a;
+#else
+  return bits_float(max(float_bits(a), float_bits(fabsf(b))));
+#endif
+}
+#endif
 
 FUSEDOPT_HD float larger_or_nan(float a, float b) { return b > a || b != b ? b : a; }
 
-// Math of a signature: IEEE where it is free; approximate (1 to 2 ulp) where block-scaled streams
-// make arithmetic the bottleneck on CUDA.
+// Math of a signature: IEEE where it is free; approximate (1 to 2 ulp) where block scales or
+// stochastic rounding make arithmetic the bottleneck on CUDA.
 struct Exact {
   FUSEDOPT_HD float sqrt(float x) { return ::sqrtf(x); }
   static FUSEDOPT_HD float inverse(float x) { return 1 / x; }
@@ -123,43 +149,54 @@ FUSEDOPT_HD uint32_t hash32(uint32_t x) {
   return fold_product(x ^ 0x85a308d3u, 0xc2b2ae3du);
 }
 
-constexpr uint32_t kStreamSalt = 0x9e3779b9u;
-
 FUSEDOPT_HD uint32_t step_key(uint32_t seed, float step) {
   return hash32(hash32(seed) + static_cast<uint32_t>(step));
 }
 
-// kBits random bits for each of N elements in two streams: the highest ones of a draw times a
-// factor, so that one draw serves neighbours and both streams.
-template <int kBits, int N>
+// 16 random bits for each of N elements in every stream: two elements share a draw, and a stream
+// is a draw times its factor. Neighbouring streams take its halves in turns, for the lower half is a
+// function of the lower half of the draw.
+template <int N>
 struct Random {
-  static constexpr int kPerDraw = 32 / kBits;
-  uint32_t draws[N < kPerDraw ? 1 : N / kPerDraw];
-  int first;  // element, of its draw
+  uint32_t draws[(N + 1) / 2];
+  int first;  // half of the first draw that is used
 
   template <class Span>  // of multi_tensor.cuh
-  FUSEDOPT_HD Random(uint32_t key, uint32_t pair_of_streams, Span span)
-      : first(N < kPerDraw ? static_cast<int>(span.offset % kPerDraw) : 0) {
-    const uint64_t draw = static_cast<uint64_t>(span.offset) / kPerDraw;
-    const uint32_t base = hash32(key + pair_of_streams * kStreamSalt) ^
-                          static_cast<uint32_t>(draw) ^
-                          static_cast<uint32_t>(draw >> 32) * kStreamSalt;
+  FUSEDOPT_HD Random(uint32_t key, Span span) : first(N == 1 ? span.offset % 2 : 0) {
+    const uint64_t draw = static_cast<uint64_t>(span.offset) / 2;
+    const uint32_t base =
+        key ^ static_cast<uint32_t>(draw) ^ static_cast<uint32_t>(draw >> 32) * 0x9e3779b9u;
     FUSEDOPT_UNROLL
-    for (int i = 0; i < N; i += kPerDraw) {
-      draws[i / kPerDraw] = hash32(base ^ static_cast<uint32_t>(Span::place(i) / kPerDraw));
+    for (int i = 0; i < N; i += 2) {
+      draws[i / 2] = hash32(base ^ static_cast<uint32_t>(Span::place(i) / 2));
     }
   }
 
+  // The kBits highest of them, moved up by kShift.
+  template <int kBits, int kShift = 0>
   FUSEDOPT_HD void bits(int stream, uint32_t (&out)[N]) const {
     constexpr uint32_t kFactors[] = {1, 0xf80ff809u, 0xeee93e3du, 0x78230551u};
-    constexpr int kOfDraw = N < kPerDraw ? N : kPerDraw;
     FUSEDOPT_UNROLL
-    for (int i = 0; i < N; i += kOfDraw) {
-      for (int j = 0; j < kOfDraw; ++j) {
-        const uint32_t factor = kFactors[((first + j) % kPerDraw + stream * kPerDraw) % 4];
-        out[i + j] = draws[i / kPerDraw] * factor >> (32 - kBits);
-      }
+    for (int i = 0; i < N; ++i) {
+      out[i] = part<kBits, kShift>(draws[i / 2] * kFactors[stream], (first + i + stream) % 2);
     }
+  }
+
+ private:
+  template <int kBits, int kShift>
+  static FUSEDOPT_HD uint32_t part(uint32_t draw, int half) {
+#ifdef __CUDA_ARCH__
+    if constexpr (kBits % 8 == 0 && kShift % 8 == 0) {  // whole bytes: one instruction
+      uint32_t selector = 0x4444;                       // zeros
+      for (int i = 0; i < kBits / 8; ++i) {
+        const int place = 4 * (kShift / 8 + i);
+        selector = (selector & ~(15u << place)) | (half * 2 + 2 - kBits / 8 + i) << place;
+      }
+      return __byte_perm(draw, 0, selector);
+    }
+#endif
+    const uint32_t field = half ? draw >> 16 : draw & 0xffffu;
+    return field >> (16 - kBits) << kShift;
   }
 };
 
@@ -172,7 +209,12 @@ struct F32 {
   static constexpr bool kBlockScaled = false;
   static FUSEDOPT_HD float decode(float x) { return x; }
   static FUSEDOPT_HD float nearest(float x) { return x; }
-  static FUSEDOPT_HD float stochastic(float x, uint32_t) { return x; }
+  template <int N>
+  static FUSEDOPT_HD void stochastic(const float (&values)[N], const Random<N>&, int,
+                                     float (&raw)[N]) {
+    FUSEDOPT_UNROLL
+    for (int i = 0; i < N; ++i) raw[i] = values[i];
+  }
 };
 
 struct BF16 {
@@ -180,16 +222,18 @@ struct BF16 {
   static constexpr bool kBlockScaled = false;
   static FUSEDOPT_HD float decode(uint16_t x) { return bits_float(uint32_t{x} << 16); }
   static FUSEDOPT_HD uint16_t nearest(float x) {
-    const uint32_t bits = float_bits(x);
-    return pick(x, bits + 0x7fffu + ((bits >> 16) & 1));
+    const uint32_t bits = bits_or_nan(x);
+    return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
   }
-  static FUSEDOPT_HD uint16_t stochastic(float x, uint32_t random) {
-    return pick(x, float_bits(x) + random);
-  }
-
- private:
-  static FUSEDOPT_HD uint16_t pick(float x, uint32_t rounded) {
-    return x == x ? static_cast<uint16_t>(rounded >> 16) : 0x7fff;
+  template <int N>
+  static FUSEDOPT_HD void stochastic(const float (&values)[N], const Random<N>& random, int stream,
+                                     uint16_t (&raw)[N]) {
+    uint32_t noise[N];
+    random.template bits<16>(stream, noise);
+    FUSEDOPT_UNROLL
+    for (int i = 0; i < N; ++i) {
+      raw[i] = static_cast<uint16_t>((bits_or_nan(values[i]) + noise[i]) >> 16);
+    }
   }
 };
 
@@ -227,29 +271,58 @@ struct Minifloat {
     return static_cast<S>(code | float_bits(x) >> 31 << (kBits - 1));
   }
 
-  // A number of this format next to x, the upper with the probability of x's distance to the lower.
-  // `random` has 16 bits. In units of 2^-16 of a step of this format they are noise
-  // in [0, 1) after an offset of 128 steps; the sum is rounded to about such units, so that a value
-  // a few ulp of fp32 off a number of this format always returns to it. fp16 leaves no room for
-  // that: its noise is a middle of fewer intervals. x is finite or NaN.
-  static FUSEDOPT_HD float dither(float x, uint32_t random) {
-    constexpr int32_t kUnit = (16 + kMantissa) << 23;
-    const auto tiny = static_cast<int32_t>(float_bits(power_of_two(kSmallestNormal)));
-    const auto exponent = static_cast<int32_t>(float_bits(x) & 0x7f800000u);
-    if constexpr (kMantissa > 7) random = (random & 0xffc0u) | 0x20u;
-    const float noise = bits_float(0x4b000000u + random);  // 2^23 + random
+  // For each value, in units of a block's scale, a number of this format next to it: the farther one
+  // from zero with the probability of the value's distance to the other. What is not finite becomes
+  // NaN, unless all_finite. kSigned: values may be negative.
+  template <bool kSigned, int N>
+  static FUSEDOPT_HD void stochastic(const float (&values)[N], float inverse_scale, bool all_finite,
+                                     const Random<N>& random, int stream, S (&raw)[N]) {
+    // A little more than 1, so that a value a few ulp of fp32 off a number of this format always
+    // returns to it: noise does not fill a whole step. fp16 has room for 9 bits of it only.
+    constexpr float kNudge = 1 + power_of_two(-21);
+    uint32_t codes[N];
+    if constexpr (kMantissa > 7) {
+      random.template bits<9, 7>(stream, codes);
+    } else {
+      random.template bits<16, 8>(stream, codes);
+    }
+    float scaled[N];
 #ifdef __CUDA_ARCH__
-    const float unit = bits_float(__viaddmax_s32(exponent, -kUnit, tiny - kUnit));
-    const float raised = __fmaf_rn(noise, unit, x);
-    // A number this large has no bits below a step: adding it, rounded down, is floor.
-    constexpr float kFloor = 1.5f * (1ull << 39);
-    return __fmaf_rn(unit, -kFloor, __fmaf_rz(unit, kFloor - 8388608.0f, raised));
+    float factor = inverse_scale * (kNudge * kToBottom);
+    FUSEDOPT_UNROLL
+    for (int i = 0; i < N; ++i) scaled[i] = values[i] * factor;
+    if (factor < power_of_two(-126)) {  // rare: numbers above 2^14
+      factor = inverse_scale * kNudge;
+      FUSEDOPT_UNROLL
+      for (int i = 0; i < N; ++i) scaled[i] = values[i] * kToBottom * factor;
+    }
 #else
-    const int32_t binade = exponent > tiny ? exponent : tiny;
-    const float raised = noise * bits_float(binade - kUnit) + x;
-    const float step = bits_float(binade - (kMantissa << 23));
-    const float steps = floorf(raised * bits_float((254 << 23) - float_bits(step)));
-    return (steps - 128) * step;
+    const float factor = inverse_scale * kNudge;
+    for (int i = 0; i < N; ++i) scaled[i] = to_bottom(values[i] * factor);
+#endif
+    FUSEDOPT_UNROLL
+    for (int i = 0; i < N; ++i) {
+      codes[i] += float_bits(scaled[i]) << (8 - kExponentBits);
+      if (kSigned) codes[i] |= float_bits(values[i]) & 0x80000000u;
+    }
+    if (!all_finite) {
+      FUSEDOPT_UNROLL
+      for (int i = 0; i < N; ++i) codes[i] = is_finite(values[i]) ? codes[i] : kNan << kBelow;
+    }
+#ifdef __CUDA_ARCH__
+    uint32_t words[sizeof raw / 4];
+    FUSEDOPT_UNROLL
+    for (int i = 0; i < N; i += 2) {
+      if constexpr (sizeof(S) == 2) {
+        words[i / 2] = __byte_perm(codes[i], codes[i + 1], 0x7632);
+      } else if (i % 4 == 2) {
+        words[i / 4] = __byte_perm(__byte_perm(codes[i - 2], codes[i - 1], 0x73),
+                                   __byte_perm(codes[i], codes[i + 1], 0x73), 0x5410);
+      }
+    }
+    memcpy(raw, words, sizeof raw);
+#else
+    for (int i = 0; i < N; ++i) raw[i] = static_cast<S>(codes[i] >> kBelow);
 #endif
   }
 
@@ -258,6 +331,22 @@ struct Minifloat {
   static constexpr int kDrop = 23 - kMantissa;
   static constexpr uint32_t kSign = 1u << (kBits - 1);
   static constexpr uint32_t kMagnitude = kSign - 1;
+  static constexpr int kBelow = 32 - kBits;  // bits of a word below a code in its highest ones
+
+  static constexpr int kExponentBits = kBits - 1 - kMantissa;
+
+  // Times this, the exponents of this format are the smallest ones of fp32: what is subnormal in one
+  // is so in the other, and dropping bits rounds both.
+  static constexpr float kToBottom = power_of_two(kBias - 127);
+
+  // x * kToBottom where subnormal numbers may be slow or flushed.
+  static FUSEDOPT_HD float to_bottom(float x) {
+    const float magnitude = fabsf(x);
+    const uint32_t normal = float_bits(magnitude) - (uint32_t{127 - kBias} << 23);
+    const float shifted = magnitude * power_of_two(kBias + 22) + 8388608.0f;
+    const uint32_t subnormal = float_bits(shifted) - 0x4b000000u;
+    return bits_float(magnitude < power_of_two(kSmallestNormal) ? subnormal : normal);
+  }
 };
 
 using F16 = Minifloat<uint16_t, 10, 15, 14, 0x7bff, 0x7c00, 0x7e00>;
@@ -384,56 +473,57 @@ struct Stream {
     return scale > power_of_two(-126) ? scale : power_of_two(-126);
   }
 
-  // Overwrites `values`: the numbers, or where roots are kept those of `squares`.
+  // values: the numbers, or where roots are kept those of `squares`.
   template <int N>
-  static FUSEDOPT_HD void encode(float (&values)[N], const float (&squares)[N], float inverse_scale,
-                                 bool all_finite, const Random<16, N>& random, int stream,
-                                 Storage (&raw)[N]) {
-    if constexpr (kBlockScaled) {
+  static FUSEDOPT_HD void encode(const float (&values)[N], const float (&squares)[N],
+                                 float inverse_scale, bool all_finite, const Random<N>& random,
+                                 int stream, Storage (&raw)[N]) {
+    constexpr int kWords = (sizeof raw + 3) / 4;
+    uint32_t words[kWords];  // what a rare branch may change had better not be bytes
+    round(values, inverse_scale, all_finite, random, stream, raw);
+    memcpy(words, raw, sizeof raw);
+    if constexpr (kKeepsNonzero) {
+      constexpr uint32_t kSigns = sizeof(Storage) == 1 ? 0x80808080u : 0x80008000u;
+      uint32_t nonzero = kSigns;  // the sum's carry is there, if a number (without sign) is not 0
       FUSEDOPT_UNROLL
-      for (int i = 0; i < N; ++i) values[i] *= inverse_scale;
-      if (!all_finite) {  // in a block what is infinite becomes NaN
-        FUSEDOPT_UNROLL
-        for (int i = 0; i < N; ++i) {
-          values[i] = is_finite(values[i]) ? values[i] : NAN;
-        }
-      }
-      if constexpr (kKeepsNonzero) {
-        constexpr float kSmallest = 1.0f / (1 << (Code::kMantissaBits - Code::kSmallestNormal));
-        uint32_t smallest = float_bits(kSmallest);  // the order of bits is that of roots
-        FUSEDOPT_UNROLL
-        for (int i = 0; i < N; ++i) {
-          const uint32_t bits = float_bits(values[i]);
-          smallest = bits < smallest ? bits : smallest;
-        }
-        if (smallest < float_bits(kSmallest)) {  // rare: 2^17 below the block's largest
+      for (int i = 0; i < kWords; ++i) nonzero &= words[i] + ~kSigns;
+      if (nonzero != kSigns) {
+        Storage kept[N], exact[N];
+        memcpy(kept, words, sizeof kept);
+        memcpy(exact, words, sizeof exact);
+        if constexpr (kRoot) {  // an approximate one, and zero of a subnormal number
+          float roots[N];
           FUSEDOPT_UNROLL
-          for (int i = 0; i < N; ++i) {
-            if (squares[i] < power_of_two(-126)) values[i] = ::sqrtf(squares[i]) * inverse_scale;
-            if (squares[i] > 0 && values[i] < kSmallest) values[i] = kSmallest;
-          }
+          for (int i = 0; i < N; ++i) roots[i] = ::sqrtf(squares[i]);
+          round(roots, inverse_scale, all_finite, random, stream, exact);
         }
-      }
-      if constexpr (kRole != Role::kMaximum) {
-        uint32_t bits[N];
-        random.bits(stream, bits);
         FUSEDOPT_UNROLL
-        for (int i = 0; i < N; ++i) values[i] = Code::dither(values[i], bits[i]);
+        for (int i = 0; i < N; ++i) {
+          if (kept[i] == 0 && squares[i] > 0) kept[i] = exact[i] == 0 ? Storage{1} : exact[i];
+        }
+        memcpy(words, kept, sizeof kept);
       }
-      encode_nearest<Code>(values, raw);
-    } else if constexpr (kRole == Role::kMaximum) {
-      encode_nearest<Code>(values, raw);
-    } else {
-      uint32_t bits[N];
-      random.bits(stream, bits);
-      FUSEDOPT_UNROLL
-      for (int i = 0; i < N; ++i) raw[i] = Code::stochastic(values[i], bits[i]);
     }
-    if constexpr (kKeepsNonzero && !kBlockScaled) {
+    memcpy(raw, words, sizeof raw);
+  }
+
+ private:
+  template <int N>
+  static FUSEDOPT_HD void round(const float (&values)[N], float inverse_scale, bool all_finite,
+                                const Random<N>& random, int stream, Storage (&raw)[N]) {
+    if constexpr (kRole == Role::kMaximum) {
+      float scaled[N];
       FUSEDOPT_UNROLL
-      for (int i = 0; i < N; ++i) {
-        if (raw[i] == 0 && values[i] > 0) raw[i] = 1;
+      for (int i = 0; i < N; ++i) scaled[i] = kBlockScaled ? values[i] * inverse_scale : values[i];
+      if (kBlockScaled && !all_finite) {
+        FUSEDOPT_UNROLL
+        for (int i = 0; i < N; ++i) scaled[i] = is_finite(values[i]) ? scaled[i] : NAN;
       }
+      encode_nearest<Code>(scaled, raw);
+    } else if constexpr (kBlockScaled) {
+      Code::template stochastic<!kIsSquare>(values, inverse_scale, all_finite, random, stream, raw);
+    } else {
+      Code::stochastic(values, random, stream, raw);
     }
   }
 };
@@ -472,16 +562,14 @@ struct Split {
 #endif
   }
 
-  // random gives kMissing bits; they change no infinity's remainder.
+  // Of the random bits kMissing are used; they change no infinity's remainder.
   template <int N>
-  static FUSEDOPT_HD void split(const float (&values)[N], const Random<8, N>& random,
+  static FUSEDOPT_HD void split(const float (&values)[N], const Random<N>& random, int stream,
                                 uint16_t (&halves)[N], R (&remainders)[N]) {
     uint32_t bits[N] = {};
-    if constexpr (kMissing > 0) random.bits(0, bits);
+    if constexpr (kMissing > 0) random.template bits<kMissing>(stream, bits);
     FUSEDOPT_UNROLL
-    for (int i = 0; i < N; ++i) {
-      bits[i] += values[i] == values[i] ? float_bits(values[i]) : 0x7fc00000u;
-    }
+    for (int i = 0; i < N; ++i) bits[i] += bits_or_nan(values[i]);
 #ifdef __CUDA_ARCH__
     uint32_t words[N / 2], missing[sizeof remainders / 4];
     FUSEDOPT_UNROLL
