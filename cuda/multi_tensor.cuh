@@ -472,7 +472,7 @@ struct Layout<Signature<R, P, G, M, kStochastic, Codes...>> {
   static constexpr bool kOnlyWide = (std::is_same_v<M, None> || sizeof(typename M::Storage) == 4) &&
                                     ((sizeof(typename Codes::Storage) == 4) && ...);
   static constexpr int kBlocksPerMultiprocessor = kElements == 4 ? (kOnlyWide ? 12 : 10)
-                                                  : kNeedsMost   ? 6
+                                                  : kNeedsMost   ? 8
                                                   : kNeedsMore   ? 8
                                                                  : 9;
   template <int N>
@@ -481,7 +481,7 @@ struct Layout<Signature<R, P, G, M, kStochastic, Codes...>> {
   using StatesOf = States<N, 0, R, Codes...>;
 };
 
-template <class S, int N, bool kWhole, int kRun>
+template <class S, int N, bool kWhole, bool kUsual, int kRun>
 FUSEDOPT_HD void update_slice(const TensorRow& row, const Ready<typename S::Rule>& ready,
                               Span<kRun> span, const TensorRow& row_in_memory) {
   using Math = std::conditional_t<Layout<S>::kApproximate, Approximate, Exact>;
@@ -502,7 +502,7 @@ FUSEDOPT_HD void update_slice(const TensorRow& row, const Ready<typename S::Rule
   FUSEDOPT_UNROLL
   for (int i = 0; i < N; ++i) {
     float own[kMaxStates] = {state[0][i], state[1][i], state[2][i]};
-    ready.rule.template apply<S::kStates>(values[i], grad[i] * ready.grad_factor, own, math[i]);
+    ready.rule.template apply<S::kStates, kUsual>(values[i], grad[i] * ready.grad_factor, own, math[i]);
     for (int n = 0; n < S::kStates; ++n) state[n][i] = own[n];
   }
 #ifdef __CUDA_ARCH__
@@ -516,14 +516,19 @@ FUSEDOPT_HD void update_slice(const TensorRow& row, const Ready<typename S::Rule
 
 #if defined(__CUDACC__)
 
-// A slice that reaches over its tensor's end, or whose memory is not aligned. Neither inlined nor
-// given what is read already: that would cost the others registers and instructions.
+// A slice that reaches over its tensor's end, whose memory is not aligned, or whose rule has more to
+// do than usual. Neither inlined nor given what is read already: that would cost the others
+// registers and instructions.
 template <class S, int N, int kRun>
-__device__ __noinline__ void update_partial_slice(const TensorRow* rows, const void* readies,
-                                                  int64_t tensor, Span<kRun> span) {
+__device__ __noinline__ void update_unusual_slice(const TensorRow* rows, const void* readies,
+                                                  int64_t tensor, Span<kRun> span, bool whole) {
   const TensorRow row = rows[tensor];
   const auto ready = static_cast<const Ready<typename S::Rule>*>(readies)[tensor];
-  update_slice<S, N, false, kRun>(row, ready, span, row);
+  if (Layout<S>::kApproximate && whole) {
+    update_slice<S, N, true, false, kRun>(row, ready, span, row);
+  } else {
+    update_slice<S, N, false, false, kRun>(row, ready, span, row);
+  }
 }
 
 // One tile: the elements [begin, begin + kTile) of a tensor, of which this thread does N. A single
@@ -539,10 +544,12 @@ __device__ __forceinline__ void update_tile(const TensorRow* rows, const void* r
   for (int n = 0; n < S::kStates; ++n) addresses |= reinterpret_cast<uintptr_t>(row.states[n]);
   const bool whole = ready.grad && addresses % 16 == 0 && begin + tile <= row.numel;
   const Span<kRun> span = {offset, row.numel - 1};
-  if (whole) {
-    update_slice<S, N, true, kRun>(row, ready, span, rows[tensor]);
+  // Where arithmetic is the bottleneck, what is mostly not needed has code of its own.
+  constexpr bool kOnlyUsual = Layout<S>::kApproximate;
+  if (whole && (!kOnlyUsual || ready.rule.is_usual())) {
+    update_slice<S, N, true, kOnlyUsual, kRun>(row, ready, span, rows[tensor]);
   } else if (ready.grad) {
-    update_partial_slice<S, N, kRun>(rows, readies, tensor, span);
+    update_unusual_slice<S, N, kRun>(rows, readies, tensor, span, whole);
   }
 }
 

@@ -1,5 +1,6 @@
 // The algorithms: one plain struct each, fp32, one element at a time. A rule sees no index, no
-// pointer and no dtype. `begin_step` derives in double what is constant over a tensor.
+// pointer and no dtype. `begin_step` derives in double what is constant over a tensor. If is_usual(),
+// apply<kUsual = true> does the same with less arithmetic.
 #pragma once
 
 #include <cmath>
@@ -45,13 +46,15 @@ struct Adam {
     eps = static_cast<float>(moves ? group.eps / step_size : INFINITY);
   }
 
-  template <int kStates, class Math>
+  FUSEDOPT_HD bool is_usual() const { return l2 == 0 && !lerp_from_grad; }
+
+  template <int kStates, bool kUsual, class Math>
   FUSEDOPT_HD void apply(float& param, float grad, float (&state)[kMaxStates], Math& math) const {
     float& exp_avg = state[0];
     float& exp_avg_sq = state[1];
     param = unless_zero(decay, fused_multiply_add(-decay, param, param), param);
-    grad = unless_zero(l2, fused_multiply_add(l2, param, grad), grad);
-    const float base = lerp_from_grad ? grad : exp_avg;
+    if (!kUsual) grad = unless_zero(l2, fused_multiply_add(l2, param, grad), grad);
+    const float base = !kUsual && lerp_from_grad ? grad : exp_avg;
     exp_avg = fused_multiply_add(lerp_weight, grad - exp_avg, base);
     exp_avg_sq = fused_multiply_add(one_minus_beta2 * grad, grad, beta2 * exp_avg_sq);
     float second = exp_avg_sq;
@@ -84,7 +87,9 @@ struct SGD {
     nesterov = group.nesterov != 0;
   }
 
-  template <int kStates, class Math>
+  FUSEDOPT_HD bool is_usual() const { return true; }
+
+  template <int kStates, bool kUsual, class Math>
   FUSEDOPT_HD void apply(float& param, float grad, float (&state)[kMaxStates], Math&) const {
     grad = unless_zero(decay_before, fused_multiply_add(decay_before, param, grad), grad);
     if constexpr (kStates == 1) {
@@ -115,7 +120,9 @@ struct Lion {
     take2 = static_cast<float>(1 - group.beta2);
   }
 
-  template <int kStates, class Math>
+  FUSEDOPT_HD bool is_usual() const { return true; }
+
+  template <int kStates, bool kUsual, class Math>
   FUSEDOPT_HD void apply(float& param, float grad, float (&state)[kMaxStates], Math&) const {
     float& exp_avg = state[0];
     const float update = fused_multiply_add(keep1, exp_avg, take1 * grad);
