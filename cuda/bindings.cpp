@@ -165,6 +165,7 @@ class Tiles {
  public:
   Tiles() = default;
   Tiles(const std::vector<int64_t>& numels, int64_t tile_elements, at::Device device) {
+    constexpr size_t kFanOut = TileIndex::kFanOut;
     std::vector<std::vector<uint32_t>> levels(1);
     for (const int64_t numel : numels) {
       levels[0].push_back(static_cast<uint32_t>(count));
@@ -173,10 +174,11 @@ class Tiles {
     }
     while (true) {
       auto& level = levels.back();
-      level.resize((level.size() + 31) / 32 * 32, std::numeric_limits<uint32_t>::max());
-      if (level.size() <= 32) break;
+      level.resize((level.size() + kFanOut - 1) / kFanOut * kFanOut,
+                   std::numeric_limits<uint32_t>::max());
+      if (level.size() <= kFanOut) break;
       std::vector<uint32_t> coarser;
-      for (size_t i = 0; i < level.size(); i += 32) coarser.push_back(level[i]);
+      for (size_t i = 0; i < level.size(); i += kFanOut) coarser.push_back(level[i]);
       levels.push_back(std::move(coarser));
     }
     TORCH_CHECK(levels.size() <= TileIndex::kMaxLevels, "too many tensors");
@@ -689,9 +691,8 @@ class Plan {
         if (grad->layout() != at::kStrided) return false;
         if (!is_lazy(*grad)) plain_keys_ = grad->key_set();
       }
-      if (entry.signature < 0 || grad->dtype() != entry.grad_dtype ||
-          grad->device() != device_ || entry.data->dtype() != entry.data_dtype ||
-          layout_key(*entry.data) != entry.layout) {
+      if (entry.signature < 0 || grad->dtype() != entry.grad_dtype || grad->device() != device_ ||
+          entry.data->dtype() != entry.data_dtype || layout_key(*entry.data) != entry.layout) {
         return false;
       }
       __builtin_prefetch(grad->unsafe_storage().unsafeGetStorageImpl());
@@ -923,8 +924,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            py::arg("master"), py::arg("master_scale"), py::arg("scaling"), py::arg("fp8_largest"),
            py::arg("group"), py::arg("signature"))
       .def("seal", &Plan::seal)
-      .def("step", &Plan::step, py::arg("groups"), py::arg("max_grad_norm"),
-           py::arg("grad_norm"))
+      .def("step", &Plan::step, py::arg("groups"), py::arg("max_grad_norm"), py::arg("grad_norm"))
       .def("gather", &Plan::gather, py::arg("grads"))
       .def("norm_sq", &Plan::norm_sq, py::arg("groups"), py::arg("found_inf"))
       .def("launch", &Plan::launch, py::arg("groups"), py::arg("grad_scale"), py::arg("found_inf"),

@@ -64,10 +64,11 @@ struct Advance {
 
 // Which tensor a tile belongs to. The finest level has for every tensor of the plan the tile at
 // which it starts, ascending (one that is not of the signature has no tiles); a coarser level has
-// every 32nd entry of the next finer one; each is padded to a multiple of 32 with the largest
+// every 64th entry of the next finer one; each is padded to a multiple of 64 with the largest
 // number. A warp finds a tile with one look at each level, and all levels stay in the L1 cache.
 struct TileIndex {
-  static constexpr int kMaxLevels = 5;
+  static constexpr int kFanOut = 64;
+  static constexpr int kMaxLevels = 4;
   const uint32_t* starts;
   int32_t offsets[kMaxLevels];  // of the levels in starts, coarsest first
   int32_t levels;

@@ -35,9 +35,8 @@ struct Squares {
 constexpr int kLanes = 8;  // sums side by side, for vector units and instruction latencies
 
 template <class Storage, int N>
-FUSEDOPT_HD Storage (&lanes_at(Storage (&raw)[N], int i))[kLanes] {
-  return reinterpret_cast<Storage(&)[kLanes]>(raw[i]);
-}
+FUSEDOPT_HD Storage (&lanes_at(Storage (&raw)[N], int i))
+    [kLanes] { return reinterpret_cast<Storage(&)[kLanes]>(raw[i]); }
 
 template <class Code, int N>
 FUSEDOPT_HD Squares squares(const typename Code::Storage (&raw)[N]) {

@@ -335,8 +335,8 @@ struct States {
   FUSEDOPT_HD void load(const TensorRow&, Span<kRun>) {}
   FUSEDOPT_HD void read(float (&)[kMaxStates][N]) const {}
   template <bool kWhole, int kRun, class Math>
-  FUSEDOPT_HD void write(const TensorRow&, Span<kRun>, float (&)[kMaxStates][N],
-                         const Random<N>&, Math (&)[N]) {}
+  FUSEDOPT_HD void write(const TensorRow&, Span<kRun>, float (&)[kMaxStates][N], const Random<N>&,
+                         Math (&)[N]) {}
 };
 
 template <int N, int kIndex, class Rule, class Code, class... Codes>
@@ -390,9 +390,8 @@ struct Weight {
     }
     store<kWhole>(row.param, span, raw);
     Exact no_roots[N];
-    master.template write<kWhole>(row.master, row.master_scale, span, values,
-                                  Random<N>(key, span), kWeightStream,
-                                  no_roots);
+    master.template write<kWhole>(row.master, row.master_scale, span, values, Random<N>(key, span),
+                                  kWeightStream, no_roots);
   }
 };
 
@@ -502,7 +501,8 @@ FUSEDOPT_HD void update_slice(const TensorRow& row, const Ready<typename S::Rule
   FUSEDOPT_UNROLL
   for (int i = 0; i < N; ++i) {
     float own[kMaxStates] = {state[0][i], state[1][i], state[2][i]};
-    ready.rule.template apply<S::kStates, kUsual>(values[i], grad[i] * ready.grad_factor, own, math[i]);
+    ready.rule.template apply<S::kStates, kUsual>(values[i], grad[i] * ready.grad_factor, own,
+                                                  math[i]);
     for (int n = 0; n < S::kStates; ++n) state[n][i] = own[n];
   }
 #ifdef __CUDA_ARCH__
@@ -516,8 +516,8 @@ FUSEDOPT_HD void update_slice(const TensorRow& row, const Ready<typename S::Rule
 
 #if defined(__CUDACC__)
 
-// A slice that reaches over its tensor's end, whose memory is not aligned, or whose rule has more to
-// do than usual. Neither inlined nor given what is read already: that would cost the others
+// A slice that reaches over its tensor's end, whose memory is not aligned, or whose rule has more
+// to do than usual. Neither inlined nor given what is read already: that would cost the others
 // registers and instructions.
 template <class S, int N, int kRun>
 __device__ __noinline__ void update_unusual_slice(const TensorRow* rows, const void* readies,
@@ -582,9 +582,12 @@ __device__ __forceinline__ int tensor_of(const TileIndex& index, uint32_t tile) 
   FUSEDOPT_UNROLL
   for (int level = 0; level < TileIndex::kMaxLevels; ++level) {
     if (level == index.levels) break;
-    const int entry = tensor * 32 + static_cast<int>(threadIdx.x % 32);
-    const uint32_t start = index.starts[index.offsets[level] + entry];
-    tensor = tensor * 32 + __popc(__ballot_sync(0xffffffffu, start <= tile)) - 1;
+    const uint32_t* node = index.starts + index.offsets[level] + tensor * TileIndex::kFanOut;
+    static_assert(TileIndex::kFanOut == 2 * 32, "two entries a thread");
+    const uint2 starts = reinterpret_cast<const uint2*>(node)[threadIdx.x % 32];
+    tensor = tensor * TileIndex::kFanOut - 1 +
+             __popc(__ballot_sync(0xffffffffu, starts.x <= tile)) +
+             __popc(__ballot_sync(0xffffffffu, starts.y <= tile));
   }
   return tensor;
 }

@@ -36,8 +36,6 @@ FUSEDOPT_HD float bits_float(uint32_t bits) {
   return x;
 }
 
-
-
 // Without a rounding in between. nvcc is told to contract nothing else, so that it is the same on
 // every GPU; a host compiler contracts where it can (its builtin would keep loops from being
 // vectorized).
@@ -154,8 +152,8 @@ FUSEDOPT_HD uint32_t step_key(uint32_t seed, float step) {
 }
 
 // 16 random bits for each of N elements in every stream: two elements share a draw, and a stream
-// is a draw times its factor. Neighbouring streams take its halves in turns, for the lower half is a
-// function of the lower half of the draw.
+// is a draw times its factor. Neighbouring streams take its halves in turns, for the lower half is
+// a function of the lower half of the draw.
 template <int N>
 struct Random {
   uint32_t draws[(N + 1) / 2];
@@ -271,9 +269,9 @@ struct Minifloat {
     return static_cast<S>(code | float_bits(x) >> 31 << (kBits - 1));
   }
 
-  // For each value, in units of a block's scale, a number of this format next to it: the farther one
-  // from zero with the probability of the value's distance to the other. What is not finite becomes
-  // NaN, unless all_finite. kSigned: values may be negative.
+  // For each value, in units of a block's scale, a number of this format next to it: the farther
+  // one from zero with the probability of the value's distance to the other. What is not finite
+  // becomes NaN, unless all_finite. kSigned: values may be negative.
   template <bool kSigned, int N>
   static FUSEDOPT_HD void stochastic(const float (&values)[N], float inverse_scale, bool all_finite,
                                      const Random<N>& random, int stream, S (&raw)[N]) {
@@ -335,8 +333,8 @@ struct Minifloat {
 
   static constexpr int kExponentBits = kBits - 1 - kMantissa;
 
-  // Times this, the exponents of this format are the smallest ones of fp32: what is subnormal in one
-  // is so in the other, and dropping bits rounds both.
+  // Times this, the exponents of this format are the smallest ones of fp32: what is subnormal in
+  // one is so in the other, and dropping bits rounds both.
   static constexpr float kToBottom = power_of_two(kBias - 127);
 
   // x * kToBottom where subnormal numbers may be slow or flushed.

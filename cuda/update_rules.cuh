@@ -1,6 +1,6 @@
 // The algorithms: one plain struct each, fp32, one element at a time. A rule sees no index, no
-// pointer and no dtype. `begin_step` derives in double what is constant over a tensor. If is_usual(),
-// apply<kUsual = true> does the same with less arithmetic.
+// pointer and no dtype. `begin_step` derives in double what is constant over a tensor. If
+// is_usual(), apply<kUsual = true> does the same with less arithmetic.
 #pragma once
 
 #include <cmath>
