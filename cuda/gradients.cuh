@@ -34,9 +34,13 @@ struct Squares {
 
 constexpr int kLanes = 8;  // sums side by side, for vector units and instruction latencies
 
+template <class Storage>
+using LaneArray = Storage[kLanes];
+
 template <class Storage, int N>
-FUSEDOPT_HD Storage (&lanes_at(Storage (&raw)[N], int i))
-    [kLanes] { return reinterpret_cast<Storage(&)[kLanes]>(raw[i]); }
+FUSEDOPT_HD LaneArray<Storage>& lanes_at(Storage (&raw)[N], int i) {
+  return reinterpret_cast<LaneArray<Storage>&>(raw[i]);
+}
 
 template <class Code, int N>
 FUSEDOPT_HD Squares squares(const typename Code::Storage (&raw)[N]) {
