@@ -25,7 +25,10 @@ class Result:
     kernel_ms: float | None = None  # sum of the kernels' durations
     share: float | None = None  # of a large copy's bandwidth
     host_us: float | None = None  # until step() returns
-    host_new_grads_us: float | None = None  # the same, every gradient at a new address
+    # The same after work that empties the host's caches: every gradient made anew, at another
+    # address; and others made in their place, so that addresses stay.
+    host_new_grads_us: float | None = None
+    host_same_grads_us: float | None = None
     launches: float | None = None  # kernels
     copies: float | None = None  # memcpy and memset
     extra_bytes: int | None = None  # peak of the step above what was allocated before
@@ -215,7 +218,8 @@ def measure(
         # A GPU's queue holds about 1000 launches; beyond that the host waits.
         queued = max(1, min(20, int(800 / (launches + copies + 1))))
         seconds = time_device(step, device, queued, 5 if quick else 15)
-        result.host_new_grads_us = 1e6 * _time_new_gradients(step, params, 20 if quick else 100)
+        new, same = _time_new_gradients(step, params, 20 if quick else 100)
+        result.host_new_grads_us, result.host_same_grads_us = 1e6 * new, 1e6 * same
     else:
         seconds = time_device(step, device, 1, 20 if quick else 100)
     result.device_ms = 1e3 * seconds
@@ -228,9 +232,10 @@ def measure(
     return result
 
 
-def _time_new_gradients(step: Step, params: list[Tensor], count: int) -> float:
-    """As `time_host`, with every gradient a new tensor at another address in each step."""
+def _time_new_gradients(step: Step, params: list[Tensor], count: int) -> tuple[float, float]:
+    """As `time_host`: after every gradient was made anew, and after as many others were made."""
     kept = [param.grad for param in params]
+    others: list[Tensor | None] = [None] * len(params)
 
     def exchange() -> None:
         # The old one still lives while the new one is made, so their addresses differ.
@@ -238,8 +243,14 @@ def _time_new_gradients(step: Step, params: list[Tensor], count: int) -> float:
             if param.grad is not None:
                 param.grad = torch.zeros_like(param.grad)
 
+    def make_others() -> None:
+        for i, param in enumerate(params):
+            if param.grad is not None:
+                others[i] = torch.zeros_like(param.grad)
+
     try:
-        return time_host(step, params[0].device, count, exchange)
+        new = time_host(step, params[0].device, count, exchange)
+        return new, time_host(step, params[0].device, count, make_others)
     finally:
         for param, grad in zip(params, kept, strict=True):
             param.grad = grad
