@@ -270,15 +270,15 @@ FUSEDOPT_HD Largest largest_finite(const float (&values)[N]) {
   seen = Lanes<N>::largest(seen);
   if (seen < 0x7f800000u) return {seen, true};
 #endif
-  uint32_t largest = 0, others = 0;
+  int32_t largest = 0, of_all = 0;  // without a sign, and compared as vector units do best
   FUSEDOPT_UNROLL
   for (int i = 0; i < N; ++i) {
-    const uint32_t bits = float_bits(values[i]) & 0x7fffffffu;
-    others |= bits >= 0x7f800000u;
-    const uint32_t finite = bits < 0x7f800000u ? bits : 0;
+    const auto bits = static_cast<int32_t>(float_bits(values[i]) & 0x7fffffffu);
+    const int32_t finite = bits < 0x7f800000 ? bits : 0;
     largest = largest > finite ? largest : finite;
+    of_all = of_all > bits ? of_all : bits;
   }
-  return {Lanes<N>::largest(largest), others == 0};
+  return {Lanes<N>::largest(static_cast<uint32_t>(largest)), of_all < 0x7f800000};
 }
 
 // ---- slices: N elements of one stream ----------------------------------------------------------

@@ -83,23 +83,23 @@ struct Exact {
 };
 
 struct Approximate {
+#ifdef __CUDA_ARCH__
   // The last root: a rule takes that of the second moment, and so does writing it. The comparison
   // is of one value with itself there, so the compiler drops it and the second root.
   float argument, root;
   bool known = false;
 
   // Zero of a subnormal number: whoever keeps roots has to look at those.
-  FUSEDOPT_HD float sqrt(float x) {
+  __device__ __forceinline__ float sqrt(float x) {
     if (known && float_bits(x) == float_bits(argument)) return root;
     known = true;
     argument = x;
-#ifdef __CUDA_ARCH__
     asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(x));
-#else
-    root = ::sqrtf(x);
-#endif
     return root;
   }
+#else
+  FUSEDOPT_HD float sqrt(float x) { return ::sqrtf(x); }  // loops are vectorized without a memory
+#endif
 
   // x is a sum with eps or a block's scale: not subnormal where it matters.
   static FUSEDOPT_HD float inverse(float x) {
