@@ -1050,13 +1050,15 @@ class _TorchPlan:
         self.device = device
         self.rows = rows
         self.forms = forms
+        # Kept alive, so that no other object can get their ids.
+        self.groups = [(group, list(group["params"])) for group in optimizer.param_groups]
         self.structure = self._read_structure(optimizer.param_groups)
         self.layouts = self._read_layouts()
         self.grads: list[Tensor | None] = []
 
     def _read_structure(self, groups: list[dict[str, Any]]) -> list[Any]:
         values = [group[key] for group in groups for key in self.optimizer._structure]
-        who = [(id(group), id(group["params"]), len(group["params"])) for group in groups]
+        who = [(id(group), *map(id, group["params"])) for group in groups]
         return [bool(v) if isinstance(v, int | float) else v for v in values] + who
 
     def _read_layouts(self) -> list[tuple[Any, ...]]:
@@ -1076,6 +1078,7 @@ class _TorchPlan:
             grad is None
             or (
                 grad.layout is torch.strided
+                and not is_traceable_wrapper_subclass(grad)
                 and grad.dtype == row.grad_dtype
                 and grad.device == row.param.device
                 and grad.shape == row.param.shape
@@ -1643,9 +1646,12 @@ class _FusedOptimizer(torch.optim.Optimizer):
     def _forget_plans(self) -> None:
         # A captured graph may still read the tables of the plans it was captured with.
         retired = getattr(self, "_retired", [])
-        retired += [made for made in getattr(self, "_plans", []) if made.plan.captured]
+        single = [made for made, _ in getattr(self, "_single_plans", {}).values()]
+        plans = [*getattr(self, "_plans", []), *single]
+        retired += [made for made in plans if made.plan.captured]
         self._retired: list[_DevicePlan] = retired
         self._plans: list[_DevicePlan] = []
+        self._single_plans: dict[Tensor, tuple[_DevicePlan, list[Any]]] = {}
 
     def _gradient(self, param: Tensor, group: dict[str, Any]) -> Tensor | None:
         if group["use_decoupled_grad"]:
@@ -1692,8 +1698,10 @@ class _FusedOptimizer(torch.optim.Optimizer):
         for made in self._plans:
             if not made.plan.has_norm:
                 made.plan.prepare_norm(_load_gradient_kernels(made.backend))
-        if self.grad_norm is None and self._plans:
-            self.grad_norm = torch.zeros((), device=self._plans[0].device)
+        if self._plans:
+            device = self._plans[0].device
+            if self.grad_norm is None or self.grad_norm.device != device:
+                self.grad_norm = torch.zeros((), device=device)
 
     def _row(self, param: Tensor, index: int, name: str, every: bool) -> _Row:
         """One parameter of a plan, checked."""
@@ -1707,10 +1715,32 @@ class _FusedOptimizer(torch.optim.Optimizer):
         used = grad is not None or param in self.state or (every and param.requires_grad)
         kept = torch.float32 if not used else _weight_of(param).data.dtype
         likely = kept if kept in _PARAM_DTYPES else torch.bfloat16
+        if used and not group["use_decoupled_grad"] and param.grad_dtype in _PARAM_DTYPES:
+            likely = param.grad_dtype
         return _Row(param, index, self._grad_dtypes.get(param, likely) if used else None)
 
+    def _step_one(self, param: Tensor) -> None:
+        """Step one parameter, which has a gradient, by a plan of its own."""
+        made, planned = self._single_plans.get(param, (None, []))
+        tensors = self._tensors_of(param)
+        if (
+            made is None
+            or len(planned) != len(tensors)
+            or any(a is not b for a, b in zip(planned, tensors, strict=True))
+            or not made.plan.step(self.param_groups, None, None)
+        ):
+            if made is not None and made.plan.captured:
+                self._retired.append(made)
+            made = self._plan_of_one(param)
+            self._single_plans[param] = made, self._tensors_of(param)
+            if not made.plan.step(self.param_groups, None, None):
+                raise RuntimeError("the gradient changed while the step was prepared")
+
+    def _tensors_of(self, param: Tensor) -> list[Any]:
+        """What a plan of one parameter points to, beside the parameter."""
+        return [*self.state.get(param, {}).values(), *_parts(param)]
+
     def _plan_of_one(self, param: Tensor) -> _DevicePlan:
-        """A plan of one parameter, which has a gradient."""
         for index, group in enumerate(self.param_groups):
             for i, other in enumerate(group["params"]):
                 if other is param:
@@ -1846,18 +1876,22 @@ class _FusedOptimizer(torch.optim.Optimizer):
             norm_sq = self._norm_sq(None if scaling.is_checked else found_inf)
             if not scaling.is_checked:
                 self._note_skip(found_inf)
-        first = next((made for made in self._plans if made.plan.gathered), None)
-        if norm_sq is not None and first is None and self.grad_norm is not None:
-            self.grad_norm.zero_()
-        for made in self._plans:
+        grad_norm = None if norm_sq is None else self.grad_norm
+        gathered = [made for made in self._plans if made.plan.gathered]
+        if grad_norm is not None and not gathered:
+            grad_norm.zero_()
+        for made in gathered:
+            local_norm = _on(made.device, grad_norm) if made is gathered[0] else None
             made.plan.launch(
                 groups=self.param_groups,
                 grad_scale=_on(made.device, grad_scale),
                 found_inf=_on(made.device, found_inf),
                 norm_sq=_on(made.device, norm_sq),
                 max_grad_norm=self.max_grad_norm or 0.0,
-                grad_norm=self.grad_norm if made is first else None,
+                grad_norm=local_norm,
             )
+            if grad_norm is not None and local_norm is not None and local_norm is not grad_norm:
+                grad_norm.copy_(local_norm)
         return loss
 
     def _is_simple(self) -> bool:
@@ -1941,6 +1975,8 @@ class _FusedOptimizer(torch.optim.Optimizer):
 
     def _scaling_of(self, grad_scaler: Any) -> _Scaling:
         """What GradScaler.step would have set, for a scaler that was handed to step()."""
+        if grad_scaler._scale is None:
+            raise RuntimeError("step(grad_scaler=...) comes after grad_scaler.scale(loss).backward()")
         record = grad_scaler._per_optimizer_states[id(self)]
         scale = grad_scaler._get_scale_async()
         if record["stage"] is OptState.READY and self.max_grad_norm is not None:
@@ -2222,7 +2258,6 @@ class _StepInBackward:
 
     def __init__(self, optimizer: _FusedOptimizer) -> None:
         self.optimizer = optimizer
-        self.plans: dict[Tensor, _DevicePlan] = {}
         self.done: set[Tensor] = set()
         self.counts = False  # step() is called, so a second backward() before it can be told
         self.hooks = [
@@ -2257,12 +2292,7 @@ class _StepInBackward:
                 "step()"
             )
         self.done.add(param)
-        optimizer = self.optimizer
-        made = self.plans.get(param)
-        if made is None or not made.plan.step(optimizer.param_groups, None, None):
-            made = self.plans[param] = optimizer._plan_of_one(param)
-            if not made.plan.step(optimizer.param_groups, None, None):
-                raise RuntimeError("the gradient changed while the step was prepared")
+        self.optimizer._step_one(param)
         param.grad = None
 
 
@@ -2383,7 +2413,7 @@ def _over_shards(norm_sq: Tensor, shards: tuple[Any, Any] | None) -> Tensor:
         for dim, placement in enumerate(placements):
             if placement.is_partial():
                 raise RuntimeError("the norm of a gradient that is a partial sum is not defined")
-            if placement.is_shard():
+            if not placement.is_replicate():  # some kind of shard
                 torch.distributed.all_reduce(norm_sq, group=mesh.get_group(dim))
     return norm_sq
 

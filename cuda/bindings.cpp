@@ -62,6 +62,11 @@ inline const void* address_of(const c10::TensorImpl& tensor, int64_t element_byt
   return start + tensor.storage_offset() * element_bytes;
 }
 
+// A tensor around other tensors, without memory of its own.
+bool is_wrapper(const c10::TensorImpl& tensor) {
+  return tensor.key_set().has(c10::DispatchKey::Python);
+}
+
 // One number for sizes and strides: two tensors with the same are laid out alike.
 inline uint64_t layout_key(const c10::TensorImpl& tensor) {
   const auto sizes = tensor.sizes(), strides = tensor.strides();
@@ -127,6 +132,7 @@ void for_tiles(const Args& args, F launch) {
 #if defined(FUSEDOPT_CUDA)
   check(launch(args));
 #else
+  const py::gil_scoped_release release;  // other threads may run Python meanwhile
   at::parallel_for(0, args.num_tiles, 4, [&](int64_t begin, int64_t end) {
     Args part = args;
     part.first_tile = begin;
@@ -170,7 +176,8 @@ class Tiles {
     for (const int64_t numel : numels) {
       levels[0].push_back(static_cast<uint32_t>(count));
       count += (numel + tile_elements - 1) / tile_elements;
-      TORCH_CHECK(count < std::numeric_limits<int32_t>::max(), "too many elements");
+      TORCH_CHECK(count < std::numeric_limits<int32_t>::max(),
+                  message("more than 2^31 tiles of ", tile_elements, " elements"));
     }
     while (true) {
       auto& level = levels.back();
@@ -181,7 +188,8 @@ class Tiles {
       for (size_t i = 0; i < level.size(); i += kFanOut) coarser.push_back(level[i]);
       levels.push_back(std::move(coarser));
     }
-    TORCH_CHECK(levels.size() <= TileIndex::kMaxLevels, "too many tensors");
+    TORCH_CHECK(levels.size() <= TileIndex::kMaxLevels,
+                message(numels.size(), " tensors, at most 64^4"));
     std::vector<uint32_t> all;
     for (auto level = levels.rbegin(); level != levels.rend(); ++level) {
       index.offsets[index.levels++] = static_cast<int32_t>(all.size());
@@ -365,7 +373,7 @@ class GradientLists {
     for (const at::Tensor& param : params) {
       const at::Tensor& grad = param.grad();
       if (!grad.defined()) continue;
-      if (grad.key_set().has(c10::DispatchKey::Python)) return std::nullopt;
+      if (is_wrapper(*grad.unsafeGetTensorImpl())) return std::nullopt;
       grads.push_back(grad);
     }
     return make(std::move(grads));
@@ -446,6 +454,7 @@ class Plan {
         structure_keys_(std::move(structure)),
         seed_(seed) {
     structure_ = read_structure(groups);
+    groups_used_.assign(groups.size(), false);
     for (const int64_t address : kernels) {
       kernels_.push_back(reinterpret_cast<const Kernels*>(address));
       TORCH_CHECK(kernels_.back()->ready_bytes == kernels_.front()->ready_bytes &&
@@ -472,7 +481,7 @@ class Plan {
     TensorRow row = {};
     kept_.push_back(step);
     row.param = data.data_ptr();
-    row.step = step.data_ptr<float>();
+    row.step = scalar_pointer(step, "step");
     row.numel = data.numel();
     const auto keep = [&](const at::Tensor& tensor, const char* name) {
       TORCH_CHECK(tensor.device() == device_,
@@ -492,7 +501,8 @@ class Plan {
       keep(*scale, name);
       const int64_t blocks = (data.numel() + kScaleBlock - 1) / kScaleBlock;
       TORCH_CHECK(scale->is_contiguous() && scale->numel() == blocks,
-                  message(name, " has ", scale->numel(), " elements, expected ", blocks));
+                  message(name, " have sizes ", scale->sizes(), " and strides ", scale->strides(),
+                          ", expected ", blocks, " contiguous numbers"));
       return scale->data_ptr<float>();
     };
     for (size_t i = 0; i < states.size(); ++i) {
@@ -509,6 +519,7 @@ class Plan {
       row.fp8_largest = static_cast<float>(fp8_largest);
     }
     row.group = static_cast<int32_t>(group);
+    groups_used_.at(group) = true;
     row.grad_code = gradient_code(grad_dtype).value();
     add_entry(param, data, row, grad_dtype, signature);
   }
@@ -554,12 +565,20 @@ class Plan {
 
   // Whether groups still ask for the states and signatures that the plan was made for.
   bool fits(const py::list& groups) const {
-    size_t objects = 0, numbers = 0;
+    size_t objects = 0, lists = 0, numbers = 0;
+    if (static_cast<size_t>(groups.size()) != structure_.params.size()) return false;
     const bool same = visit_structure(
         groups,
         [&](PyObject* object) {
           return objects < structure_.objects.size() &&
                  structure_.objects[objects++].ptr() == object;
+        },
+        [&](PyObject* params) {
+          const py::handle before = structure_.params[lists++];
+          const Py_ssize_t size = PyList_GET_SIZE(params);
+          return size == PyTuple_GET_SIZE(before.ptr()) &&
+                 std::equal(PySequence_Fast_ITEMS(params), PySequence_Fast_ITEMS(params) + size,
+                            PySequence_Fast_ITEMS(before.ptr()));
         },
         [&](int64_t number) {
           return numbers < structure_.numbers.size() && structure_.numbers[numbers++] == number;
@@ -625,9 +644,9 @@ class Plan {
               const OptionalTensor& grad_norm) {
     if (gathered_ == 0) return;
     Advance args = {};
-    args.norm_sq = pointer_or_null<double>(norm_sq);
+    args.norm_sq = scalar_pointer<double>(norm_sq, "norm_sq");
     args.max_grad_norm = static_cast<float>(max_grad_norm);
-    args.grad_norm = pointer_or_null<float>(grad_norm);
+    args.grad_norm = scalar_pointer(grad_norm, "grad_norm");
     args.grad_scale = scalar_pointer(grad_scale, "grad_scale");
     args.found_inf = scalar_pointer(found_inf, "found_inf");
     const Stream stream(device_);
@@ -645,7 +664,7 @@ class Plan {
       if (!entry.param->is_inference())
         versions += entry.param->version_counter().current_version();
     }
-    prefetch(reinterpret_cast<const void*>(uintptr_t{versions}));  // so that they are read
+    asm volatile("" ::"r"(versions));  // so that they are read
     for (size_t i = 0; i < entries_.size(); ++i) {
       if (grads_[i] && !entries_[i].param->is_inference()) entries_[i].param->bump_version();
     }
@@ -688,7 +707,7 @@ class Plan {
       const c10::TensorImpl* grad = grad_impls_[i];
       if (grad == nullptr) continue;
       if (grad->key_set() != plain_keys_) {
-        if (grad->layout() != at::kStrided) return false;
+        if (grad->layout() != at::kStrided || is_wrapper(*grad)) return false;
         if (!is_lazy(*grad)) plain_keys_ = grad->key_set();
       }
       if (entry.signature < 0 || grad->dtype() != entry.grad_dtype || grad->device() != device_ ||
@@ -782,19 +801,22 @@ class Plan {
     return copies_.back().data_ptr();
   }
 
-  const float* scalar_pointer(const OptionalTensor& tensor, const char* name) const {
+  template <class T = float>
+  T* scalar_pointer(const OptionalTensor& tensor, const char* name) const {
     if (!tensor) return nullptr;
+    constexpr auto kDtype = c10::CppTypeToScalarType<T>::value;
     TORCH_CHECK(
-        tensor->device() == device_ && tensor->scalar_type() == at::kFloat && tensor->numel() == 1,
-        message(name, " must be one fp32 number on ", device_, ", got ", tensor->sizes(), " ",
-                tensor->scalar_type(), " on ", tensor->device()));
-    return tensor->data_ptr<float>();
+        tensor->device() == device_ && tensor->scalar_type() == kDtype && tensor->numel() == 1,
+        message(name, " must be one number, ", kDtype, " on ", device_, ", got ", tensor->sizes(),
+                " ", tensor->scalar_type(), " on ", tensor->device()));
+    return tensor->data_ptr<T>();
   }
 
   // What of the groups decides on states and signatures. Numbers count as zero or not (a schedule
   // may move momentum), all else as the object it is.
   struct Structure {
     std::vector<py::object> objects;
+    std::vector<py::tuple> params;
     std::vector<int64_t> numbers;
   };
 
@@ -806,6 +828,10 @@ class Plan {
           found.objects.push_back(py::reinterpret_borrow<py::object>(object));
           return true;
         },
+        [&](PyObject* params) {
+          found.params.push_back(py::tuple(py::reinterpret_borrow<py::list>(params)));
+          return true;
+        },
         [&](int64_t number) {
           found.numbers.push_back(number);
           return true;
@@ -813,15 +839,14 @@ class Plan {
     return found;
   }
 
-  // Until one of the two functions says false.
-  template <class OnObject, class OnNumber>
-  bool visit_structure(const py::list& groups, OnObject on_object, OnNumber on_number) const {
+  // Until one of the functions says false.
+  template <class OnObject, class OnParams, class OnNumber>
+  bool visit_structure(const py::list& groups, OnObject on_object, OnParams on_params,
+                       OnNumber on_number) const {
     for (const py::handle& group : groups) {
       PyObject* params = PyDict_GetItemWithError(group.ptr(), params_key_.ptr());
       TORCH_CHECK_VALUE(params != nullptr && PyList_Check(params), "a group has no list of params");
-      if (!on_object(group.ptr()) || !on_object(params) || !on_number(PyList_GET_SIZE(params))) {
-        return false;
-      }
+      if (!on_object(group.ptr()) || !on_params(params)) return false;
       for (const py::handle& key : structure_keys_) {
         PyObject* value = PyDict_GetItemWithError(group.ptr(), key.ptr());
         TORCH_CHECK_VALUE(value != nullptr, message("a parameter group has no ", py::str(key)));
@@ -832,11 +857,17 @@ class Plan {
     return true;
   }
 
-  // group dicts -> words: a tensor on this device is passed on as a pointer.
+  // group dicts -> words: a tensor on a GPU is passed on as a pointer. Groups whose parameters are
+  // all elsewhere are not looked at.
   void read_groups(const py::list& groups) {
     words_.clear();
+    size_t index = 0;
     for (const py::handle& group : groups) {
       const size_t header = words_.size();
+      if (!groups_used_[index++]) {
+        words_.resize(header + group_size(), 0);
+        continue;
+      }
       words_.push_back(0);
       for (const py::handle& key : keys_) {
         PyObject* value = PyDict_GetItemWithError(group.ptr(), key.ptr());
@@ -869,10 +900,12 @@ class Plan {
         words_.push_back(reinterpret_cast<uint64_t>(tensor.data_ptr()));
         return;
       }
-      TORCH_CHECK_TYPE(
-          tensor.is_cpu(),
-          message(py::str(key), " must be a float, a CPU tensor, or an fp32 or ", "fp64 tensor on ",
-                  device_, ", got ", tensor.scalar_type(), " on ", tensor.device()));
+      if (device_.is_cuda() && tensor.is_cuda()) {  // of another device, or another dtype
+        copies_.push_back(tensor.to(at::TensorOptions(device_).dtype(at::kFloat), true));
+        words_[header] |= uint64_t{1} << (words_.size() - header - 1);
+        words_.push_back(reinterpret_cast<uint64_t>(copies_.back().data_ptr()));
+        return;
+      }
     }
     const double number = PyFloat_AsDouble(value);
     if (number == -1.0 && PyErr_Occurred()) throw py::error_already_set();
@@ -885,6 +918,7 @@ class Plan {
   py::str params_key_ = "params";
   py::tuple keys_, structure_keys_;
   Structure structure_;
+  std::vector<char> groups_used_;
   uint32_t seed_;
   std::vector<const Kernels*> kernels_;
   std::vector<Entry> entries_;
@@ -901,7 +935,7 @@ class Plan {
   std::vector<OptionalTensor> given_;  // gradients that Python handed over, until they are used
   std::vector<at::Tensor> copies_;     // gradients laid out unlike their parameter
   std::vector<char> signature_used_;
-  c10::DispatchKeySet plain_keys_;  // of the last strided gradient that was not lazy
+  c10::DispatchKeySet plain_keys_;  // of the last gradient that had nothing unusual
   std::vector<uint64_t> words_;
   int64_t gathered_ = 0;
   bool captured_ = false;

@@ -1,6 +1,6 @@
 // The loop over memory: a slice of a tensor is loaded, updated and stored. A CUDA thread and a CPU
-// thread run the same function on slices of different lengths. Every <<<>>> is here. Knows no
-// hyperparameter and no dtype: those come as the rule and the streams of a Signature.
+// thread run the same function on slices of different lengths. Knows no hyperparameter and no dtype:
+// those come as the rule and the streams of a Signature.
 #pragma once
 
 #include <cstdint>
@@ -74,16 +74,16 @@ FUSEDOPT_HD void advance_tensor(const Advance& args, const uint64_t* words, int 
   const uint64_t grad = words[args.groups * kGroupWords + index];
   const TensorRow& row = args.rows[index];
   Ready<Rule> ready = {};
+  float factor = args.grad_scale ? 1 / *args.grad_scale : 1;
+  if (grad && args.norm_sq) {
+    const double norm = ::sqrt(*args.norm_sq) * factor;
+    if (args.grad_norm) *args.grad_norm = static_cast<float>(norm);
+    factor *= clip_factor(norm, args.max_grad_norm);
+  }
   const bool skip = args.found_inf && *args.found_inf != 0;
   ready.grad = skip ? nullptr : reinterpret_cast<const void*>(grad);
   if (ready.grad && !args.place_only) {
     const auto group = read_group<Rule>(words + row.group * kGroupWords);
-    float factor = args.grad_scale ? 1 / *args.grad_scale : 1;
-    if (args.norm_sq) {
-      const double norm = ::sqrt(*args.norm_sq) * factor;
-      if (args.grad_norm) *args.grad_norm = static_cast<float>(norm);
-      factor *= clip_factor(norm, args.max_grad_norm);
-    }
     const float step = *row.step + 1;
     *row.step = step;
     ready.grad_factor = group.maximize != 0 ? -factor : factor;
@@ -380,7 +380,9 @@ struct Weight {
     if constexpr (sizeof(typename P::Storage) == 1) {  // fp8: one delayed scale per tensor
       const float scale = *row.fp8_scale;
       const Largest largest = largest_finite<false>(values);
-      if (Lanes<N>::is_first()) Lanes<N>::raise(row.fp8_amax, largest.bits);
+      if (Lanes<N>::is_first() && (kWhole || span.offset <= span.last)) {
+        Lanes<N>::raise(row.fp8_amax, largest.bits);
+      }
       float scaled[N];
       FUSEDOPT_UNROLL
       for (int i = 0; i < N; ++i) scaled[i] = values[i] * scale;
@@ -464,14 +466,12 @@ struct Layout<Signature<R, P, G, M, kStochastic, Codes...>> {
   // Where registers are few, a row is read again for the stores rather than kept.
   static constexpr bool kReadsAgain = !kBlockScaled && (!kOnlyFp32 || sizeof...(Codes) == 3);
   // Registers of a thread are bounded, so that enough warps wait for memory at once.
-  static constexpr bool kNeedsMost =
-      sizeof...(Codes) == 3 || M::kBlockScaled || sizeof(typename P::Storage) == 1;
   static constexpr bool kNeedsMore =
+      sizeof...(Codes) == 3 || M::kBlockScaled || sizeof(typename P::Storage) == 1 ||
       kRun < kElements || ((Codes::kBlockScaled && sizeof(typename Codes::Storage) == 2) || ...);
   static constexpr bool kOnlyWide = (std::is_same_v<M, None> || sizeof(typename M::Storage) == 4) &&
                                     ((sizeof(typename Codes::Storage) == 4) && ...);
   static constexpr int kBlocksPerMultiprocessor = kElements == 4 ? (kOnlyWide ? 12 : 10)
-                                                  : kNeedsMost   ? 8
                                                   : kNeedsMore   ? 8
                                                                  : 9;
   template <int N>
@@ -561,15 +561,17 @@ struct Words {
 constexpr int kMaxWords = 3900;  // kernel parameters end at 32764 bytes
 static_assert(sizeof(Advance) + sizeof(Words<kMaxWords>) <= 32764, "");
 
+constexpr int kAdvanceThreads = 128;
+
 template <class Rule, int kWords>
-__global__ void __launch_bounds__(128) advance_kernel(const __grid_constant__ Advance args,
+__global__ void __launch_bounds__(kAdvanceThreads) advance_kernel(const __grid_constant__ Advance args,
                                                       const __grid_constant__ Words<kWords> list) {
   const int index = blockIdx.x * blockDim.x + threadIdx.x;
   if (index < args.tensors) advance_tensor<Rule>(args, list.words, index);
 }
 
 template <class Rule>
-__global__ void __launch_bounds__(128)
+__global__ void __launch_bounds__(kAdvanceThreads)
     advance_far_kernel(const __grid_constant__ Advance args, const uint64_t* words) {
   const int index = blockIdx.x * blockDim.x + threadIdx.x;
   if (index < args.tensors) advance_tensor<Rule>(args, words, index);
@@ -608,15 +610,15 @@ __global__ void __launch_bounds__(Layout<S>::kThreads, Layout<S>::kBlocksPerMult
 template <class Rule, int kWords, int... kMore>
 void launch_advance(const Advance& args, const uint64_t* words, int num_words,
                     cudaStream_t stream) {
-  const int blocks = (args.tensors + 127) / 128;
+  const int blocks = (args.tensors + kAdvanceThreads - 1) / kAdvanceThreads;
   if (num_words <= kWords) {
     Words<kWords> list;
     memcpy(list.words, words, num_words * sizeof(uint64_t));
-    advance_kernel<Rule, kWords><<<blocks, 128, 0, stream>>>(args, list);
+    advance_kernel<Rule, kWords><<<blocks, kAdvanceThreads, 0, stream>>>(args, list);
   } else if constexpr (sizeof...(kMore) > 0) {
     launch_advance<Rule, kMore...>(args, words, num_words, stream);
   } else {
-    advance_far_kernel<Rule><<<blocks, 128, 0, stream>>>(args, words);
+    advance_far_kernel<Rule><<<blocks, kAdvanceThreads, 0, stream>>>(args, words);
   }
 }
 

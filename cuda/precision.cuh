@@ -75,7 +75,6 @@ FUSEDOPT_HD float larger_or_nan(float a, float b) { return b > a || b != b ? b :
 // stochastic rounding make arithmetic the bottleneck on CUDA.
 struct Exact {
   FUSEDOPT_HD float sqrt(float x) { return ::sqrtf(x); }
-  static FUSEDOPT_HD float inverse(float x) { return 1 / x; }
   static FUSEDOPT_HD float denominator(float root, float factor, float eps) {
     return fused_multiply_add(root, factor, eps);
   }
@@ -249,8 +248,10 @@ struct Minifloat {
 
   static FUSEDOPT_HD float decode(S code) {
     const uint32_t magnitude = code & kMagnitude;
-    // Placed at the bottom of fp32's exponent range, subnormals included, then scaled up: exact.
-    float x = bits_float(magnitude << kDrop) * power_of_two(127 - kBias);
+    const float normal = bits_float((magnitude << kDrop) + (uint32_t{127 - kBias} << 23));
+    const float subnormal =
+        static_cast<float>(static_cast<int32_t>(magnitude)) * power_of_two(1 - kBias - kMantissa);
+    float x = magnitude >> kMantissa ? normal : subnormal;
     if (magnitude > kLargest) x = magnitude == kInfinity ? bits_float(0x7f800000u) : NAN;
     return bits_float(float_bits(x) | (uint32_t{code} & kSign) << (32 - kBits));
   }
