@@ -684,8 +684,10 @@ def _encode(
         amax = blocks.abs().where(blocks.isfinite(), 0).amax(dim=1)
         if not role.forgets:
             half_a_step = 1 << (22 - code.mantissa)  # which may round it up to the next power
-            amax = ((amax.view(torch.int32) + half_a_step) & 0x7F800000).view(torch.float32) * 2
-        scale = (amax * 2.0**-code.top).clamp(min=2.0**-126).where(amax > 0, 1)
+            power = ((amax.view(torch.int32) + half_a_step) & 0x7F800000).clamp(max=0x7F000000)
+            amax = power.view(torch.float32)
+        scale = amax * 2.0 ** (-code.top if role.forgets else 1 - code.top)
+        scale = scale.clamp(min=2.0**-126).where(amax > 0, 1)
         inverse = 1 / scale
         if role is not _Role.MAXIMUM:  # a little more than 1, as in Minifloat::stochastic
             inverse = inverse * (1 + 2.0**-21)
@@ -722,7 +724,7 @@ def _round_stochastic(code: _Code, x: Tensor, random: Tensor) -> Tensor:
     noise = random.long() << 8 if width == 8 else random & 0xFF80
     raw = ((at_bottom << (9 + code.mantissa - width)) + noise) >> (32 - width)
     raw = raw | (bits < 0).long() << (width - 1)
-    raw = raw.where(~x.isnan(), (1 << (width - 1)) - 1)
+    raw = raw.where(~x.isnan(), 0x7F if width == 8 else 0x7E00)
     return raw.to(_INT_OF[width // 8]).view(code.dtype)
 
 
@@ -830,6 +832,9 @@ class _ParamState(dict[str, Any]):
         self.changes = changes
         super().__init__(*args)
 
+    def __reduce__(self) -> Any:  # a copy is nobody's state
+        return dict, (dict(self),)
+
 
 class _State(defaultdict[Any, Any]):
     """The states of all parameters, each a _ParamState."""
@@ -839,6 +844,17 @@ class _State(defaultdict[Any, Any]):
         super().__init__()
         for key, value in (states or {}).items():
             self[key] = value
+
+    def copy(self) -> Any:
+        return defaultdict(dict, self)
+
+    __copy__ = copy
+
+    def __or__(self, other: Any) -> Any:
+        return self.copy() | other
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict, dict(self))
 
     def __missing__(self, key: Any) -> _ParamState:
         self[key] = {}
@@ -923,10 +939,12 @@ def fp8_parameter(tensor: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> t
         A parameter of that dtype and of the tensor's shape and device.
 
     Raises:
-        ValueError: another dtype.
+        TypeError, ValueError: no tensor, or another dtype.
     """
     if dtype not in _FP8_LARGEST:
         raise ValueError(f"dtype must be one of {_listed(_FP8_LARGEST)}, got {dtype}")
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"an fp8 parameter is made from a tensor, got {type(tensor).__name__}")
     values = tensor.detach().float()
     amax = values.abs().amax() if values.numel() else values.new_zeros(())
     scale = torch.where(amax > 0, _FP8_LARGEST[dtype] / amax, 1.0).clamp(max=_FP32_LARGEST)
@@ -936,8 +954,14 @@ def fp8_parameter(tensor: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> t
 
 
 def fp8_dequantize(param: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The values of a parameter made by fp8_parameter, in another dtype, for a forward pass."""
-    scale_inv: Tensor = param.fp8_scale_inv  # type: ignore[attr-defined]
+    """The values of a parameter made by fp8_parameter, in another dtype, for a forward pass.
+
+    Raises:
+        TypeError: the parameter has no scale.
+    """
+    scale_inv: Tensor | None = getattr(param, "fp8_scale_inv", None)
+    if scale_inv is None:
+        raise TypeError("only what fp8_parameter() made can be dequantized: there is no scale")
     return (param.detach().float() * scale_inv).to(dtype)
 
 
@@ -1119,6 +1143,7 @@ class _TorchPlan:
         grad_norm: Tensor | None,
     ) -> None:
         """Update every parameter that has a gradient."""
+        groups = [self._as_scalars(group) for group in groups]
         factor: Tensor | float = 1.0 if grad_scale is None else 1 / grad_scale
         if norm_sq is not None:
             norm = norm_sq.sqrt() * factor
@@ -1130,6 +1155,10 @@ class _TorchPlan:
                 self._update(row.param, grad, groups[row.group], factor, found_inf)
         self.grads = []
 
+    def _as_scalars(self, group: dict[str, Any]) -> dict[str, Any]:
+        """A group whose hyperparameters broadcast as numbers do; ValueError if they cannot."""
+        return {key: _as_scalar(group[key], key) for key in self.optimizer._hyperparameters}
+
     def _update(
         self,
         param: Tensor,
@@ -1139,7 +1168,6 @@ class _TorchPlan:
         found_inf: Tensor | None,
     ) -> None:
         state, form, seed = self.optimizer.state[param], self.forms[param], self.optimizer._seed
-        group = {key: _as_scalar(value) for key, value in group.items()}
         place = _weight_of(param)
         step = state["step"] + 1
         writes = [(state["step"], step)]
@@ -1180,11 +1208,14 @@ def _on(device: torch.device, flag: Tensor | None) -> Tensor | None:
     return flag.to(device, non_blocking=device.type != "cpu")  # a CPU would read it too early
 
 
-def _as_scalar(value: Any) -> Any:
-    """A hyperparameter that broadcasts as a number does."""
-    if isinstance(value, tuple):
-        return tuple(_as_scalar(part) for part in value)
-    return value.reshape(()) if isinstance(value, Tensor) else value
+def _as_scalar(value: Any, name: str) -> Any:
+    if isinstance(value, tuple | list):
+        if len(value) != 2:
+            raise ValueError(f"{name} must be two numbers, got {value!r}")
+        return tuple(_as_scalar(part, name) for part in value)
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.reshape(())
+    return _as_number(value, name)
 
 
 def _in_order(data: Tensor, values: Tensor) -> Tensor:
@@ -1227,8 +1258,9 @@ def _write_weight(
         return [(data, half), (master, remainder)]
     raw, scale = _encode(form.master, _Role.WEIGHT, weight, noise)
     writes = [(master, raw)]
-    if scale is not None:
+    if scale is not None:  # the parameter is what the master is
         writes.append((state["master_param_scale"], scale))
+        weight = _decode(form.master, _Role.WEIGHT, raw, scale)
     if place.scaling is None:
         return [*writes, (data, weight.to(data.dtype))]
     old_scale, old_amax, scale_inv = place.scaling
@@ -1320,7 +1352,7 @@ class _FusedOptimizer(torch.optim.Optimizer):
     _structure: tuple[str, ...]  # `_modes` and whatever else makes a plan stale when it changes
     _step_supports_amp_scaling = True
 
-    max_grad_norm: float | None
+    _max_grad_norm: float | None
     grad_norm: Tensor | None  # of the last step, unscaled and before clipping; 0-dim fp32
 
     def __init__(self, arguments: dict[str, Any]) -> None:
@@ -1328,19 +1360,12 @@ class _FusedOptimizer(torch.optim.Optimizer):
         defaults = {k: v for k, v in arguments.items() if k not in ("self", "__class__")}
         params, seed = defaults.pop("params"), defaults.pop("seed")
         set_grad_none, max_grad_norm = defaults.pop("set_grad_none"), defaults.pop("max_grad_norm")
-        if (
-            max_grad_norm is not None
-            and not 0 < _as_number(max_grad_norm, "max_grad_norm") < math.inf
-        ):
-            raise ValueError(
-                f"max_grad_norm must be None, or finite and above 0, got {max_grad_norm}"
-            )
         if type(seed) is not int or not 0 <= seed <= _MASK:
             raise ValueError(f"seed must be an integer in [0, 2**32), got {seed!r}")
+        self._in_backward: _StepInBackward | None = None
         self.max_grad_norm, self.grad_norm = max_grad_norm, None
         self._skipped: Tensor | None = None
         self._found_inf: Tensor | None = None  # where a norm notes it
-        self._in_backward: _StepInBackward | None = None
         self._seed = seed
         self._grad_none = True if set_grad_none is None else set_grad_none
         self._grad_dtypes: dict[Tensor, torch.dtype] = {}
@@ -1364,9 +1389,26 @@ class _FusedOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     @property
+    def max_grad_norm(self) -> float | None:
+        """To what the norm of all gradients is clipped; may be set at any time."""
+        return self._max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float | None) -> None:
+        if value is not None and not 0 < _as_number(value, "max_grad_norm") < math.inf:
+            raise ValueError(f"max_grad_norm must be None, or finite and above 0, got {value}")
+        if value is not None and self._in_backward is not None:
+            raise ValueError(
+                f"max_grad_norm={value} needs every gradient before the first step: it cannot be "
+                "combined with step_in_backward()"
+            )
+        self._max_grad_norm = None if value is None else float(value)
+
+    @property
     def backend(self) -> str:
         """The path of the last step: "cuda", "cpu", "torch", or several joined by "+"."""
-        plans = self._plans if self._in_backward is None else self._in_backward.plans.values()
+        single = [made for made, _ in self._single_plans.values()]
+        plans = self._plans if self._in_backward is None else single
         return "+".join(sorted({made.backend for made in plans}))
 
     @property
@@ -1847,7 +1889,7 @@ class _FusedOptimizer(torch.optim.Optimizer):
             and not options
             and self._is_simple()
             and self._plan_still_fits()
-            and self._plans[0].plan.step(self.param_groups, self.max_grad_norm, self.grad_norm)
+            and self._plans[0].plan.step(self.param_groups, self._max_grad_norm, self.grad_norm)
         ):
             return None  # the usual case, in one native call
         return self._step(closure, **options)
@@ -1965,6 +2007,8 @@ class _FusedOptimizer(torch.optim.Optimizer):
         )
 
     def _scaling(self, grad_scaler: Any = None) -> _Scaling:
+        if grad_scaler is not None and not hasattr(grad_scaler, "is_enabled"):
+            raise TypeError(f"grad_scaler must be a GradScaler, got {type(grad_scaler).__name__}")
         if grad_scaler is not None and grad_scaler.is_enabled():
             return self._scaling_of(grad_scaler)
         grad_scale = self.__dict__.get("grad_scale")  # GradScaler.step sets both for a while
@@ -1976,7 +2020,7 @@ class _FusedOptimizer(torch.optim.Optimizer):
     def _scaling_of(self, grad_scaler: Any) -> _Scaling:
         """What GradScaler.step would have set, for a scaler that was handed to step()."""
         if grad_scaler._scale is None:
-            raise RuntimeError("step(grad_scaler=...) comes after grad_scaler.scale(loss).backward()")
+            raise RuntimeError("grad_scaler has scaled no loss yet: call grad_scaler.scale(loss)")
         record = grad_scaler._per_optimizer_states[id(self)]
         scale = grad_scaler._get_scale_async()
         if record["stage"] is OptState.READY and self.max_grad_norm is not None:
@@ -2136,6 +2180,8 @@ class _FusedOptimizer(torch.optim.Optimizer):
         known = (*self._state_names, "master_param")
         for key, param in params.items():
             for name, value in saved_state.get(key, {}).items():
+                if name == "step" and not 0 <= _as_number(value, "step") < math.inf:
+                    raise ValueError(f"step of parameter {key} is {value} in the checkpoint")
                 if name == "step" or name in _SCALING:
                     continue
                 if name.removesuffix("_scale") not in known:
@@ -2149,6 +2195,11 @@ class _FusedOptimizer(torch.optim.Optimizer):
                     raise ValueError(
                         f"{name} of parameter {key} is of type {type(value).__name__} in the "
                         "checkpoint, expected a tensor"
+                    )
+                if value.layout is not torch.strided or value.is_meta or value.is_complex():
+                    raise ValueError(
+                        f"{name} of parameter {key} is {value.layout}, {value.dtype} on "
+                        f"{value.device} in the checkpoint, expected dense real numbers"
                     )
                 wanted = param.shape if _has_shape_of_param(name) else (_blocks(param),)
                 if value.shape != wanted:
@@ -2215,13 +2266,15 @@ class _FusedOptimizer(torch.optim.Optimizer):
             for key, values in self.state.items()
             if isinstance(values, dict)
         }
-        names = ("_seed", "_grad_none", "max_grad_norm", "grad_norm")
+        names = ("_seed", "_grad_none", "_max_grad_norm", "grad_norm")
         own = {"state": packed, **{name: getattr(self, name) for name in names}}
         return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         unpacked = {
             key: {name: _unpack(value) for name, value in values.items()}
+            if isinstance(values, dict)
+            else values
             for key, values in state["state"].items()
         }
         super().__setstate__({**state, "state": _State(unpacked)})
@@ -2274,7 +2327,7 @@ class _StepInBackward:
         self.optimizer._in_backward = None
 
     def end_of_iteration(self, loss: Any, scaling: _Scaling) -> Any:
-        """What step() does meanwhile: nothing is left to update."""
+        """What step() does meanwhile: little is left to update."""
         if scaling.grad_scale is not None or scaling.found_inf is not None:
             raise RuntimeError(
                 "step_in_backward() cannot be combined with a GradScaler: gradients are used "
@@ -2282,6 +2335,11 @@ class _StepInBackward:
             )
         self.counts = True
         self.done.clear()
+        for group in self.optimizer.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:  # it was frozen or in no group when hooks were made
+                    self.optimizer._step_one(param)
+                    param.grad = None
         return loss
 
     @torch.no_grad()
@@ -2436,6 +2494,8 @@ def step_in_backward(model: torch.nn.Module, optimizer: _FusedOptimizer) -> _Ste
         ValueError: a parameter of the model is not in the optimizer, or the optimizer has
             max_grad_norm or use_decoupled_grad, which need all gradients first.
     """
+    if not isinstance(optimizer, _FusedOptimizer):
+        raise TypeError(f"an optimizer of this module is needed, got {type(optimizer).__name__}")
     known = {param for group in optimizer.param_groups for param in group["params"]}
     for name, param in model.named_parameters():
         if param.requires_grad and param not in known:

@@ -241,7 +241,7 @@ class Run:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.precision.loss_scaling)
         self.schedule = Schedule(self.optimizer, trainer, self.device)
         self.clock = Clock(self.device)
-        self.step = 0
+        self.step = self.resumed_at = 0
         self.rows: list[dict[str, float]] = []  # of metrics.csv
 
 
@@ -269,6 +269,11 @@ def check_combination(config: DictConfig, trainer: Trainer) -> None:
             name = config.optimizer._target_
             asked = f"precision.{key}={precision[key]} needs a fused optimizer, got {name}"
             raise ConfigError(f"{asked}; with it, precision=fp32, bf16_amp or fp16 is allowed")
+    if config.optimizer.get("use_decoupled_grad"):
+        raise ConfigError(
+            "optimizer.use_decoupled_grad=true needs a p.decoupled_grad, which train.py does not "
+            "make; false is allowed"
+        )
     if trainer.grad_release:
         if not fused:
             raise ConfigError("trainer.grad_release=true needs a fused optimizer")
@@ -620,7 +625,8 @@ def load_checkpoint(where: str) -> dict[str, Any]:
     path = path / "checkpoint.pt" if path.is_dir() else path
     try:
         content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        missing = {"step", "overrides", "model", "optimizer"} - content.keys()
+        wanted = {"step", "overrides", "rows", "model", "optimizer", "updates", "scaler", "sampler"}
+        missing = wanted - content.keys()
     except (OSError, EOFError, RuntimeError, AttributeError, pickle.UnpicklingError) as error:
         reason = (
             error.strerror if isinstance(error, FileNotFoundError) else "not written by train.py"
@@ -658,7 +664,8 @@ def restore(run: Run, content: dict[str, Any]) -> None:
     run.schedule.start(run.optimizer, content["updates"])
     if run.scaler.is_enabled() and content["scaler"]:
         run.scaler.load_state_dict(content["scaler"])
-    run.step, run.rows = content["step"], content["rows"]
+    run.step = run.resumed_at = content["step"]
+    run.rows = content["rows"]
     run.sampler.set_state(content["sampler"])
     torch.set_rng_state(content["random"])
     if run.device.type == "cuda" and content["random_cuda"] is not None:
@@ -706,8 +713,8 @@ def curve(run: Run, column: str) -> list[tuple[float, float]]:
 
 
 def median_after_first(run: Run, column: str) -> float:
-    """Without the first of several values, which paid for start-up."""
-    values = [value for _, value in curve(run, column)]
+    """Of what ran here, without the first of several values, which paid for start-up."""
+    values = [value for step, value in curve(run, column) if step > run.resumed_at]
     return statistics.median(values[1:] or values)
 
 
@@ -721,7 +728,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> Counter[str]:
 
 
 def optimizer_launches(run: Run) -> int:
-    """Kernel launches of one eager optimizer.step(), counted by the profiler."""
+    """Kernel launches of one more optimizer.step(), counted by the profiler; nothing is saved."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         run.optimizer.step()
@@ -753,7 +760,11 @@ def main(config: DictConfig) -> float:
         if checkpoint is not None:  # its settings, and over them those given now
             saved = {key_of(override): override for override in checkpoint["overrides"]}
             overrides = saved | overrides
-            config = hydra.compose(job.job.config_name, list(overrides.values()))
+            try:
+                config = hydra.compose(job.job.config_name, list(overrides.values()))
+            except HydraException as error:
+                kept = " ".join(saved.values())
+                raise ConfigError(f"resume: {one_line(error)} (the run had: {kept})") from error
         overrides.pop("resume", None)
         run = Run(config, Path(job.runtime.output_dir), list(overrides.values()))
         if checkpoint is not None:

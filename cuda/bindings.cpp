@@ -104,6 +104,13 @@ struct Entry {
   int32_t signature;                // -1: watched
 };
 
+// A state or master, and its memory when the plan was made, which is kept.
+struct StateEntry {
+  const c10::TensorImpl* tensor;
+  c10::Storage storage;
+  const void* address;
+};
+
 // Bytes from where a device can fetch them without anybody waiting.
 at::Tensor stage(const void* data, size_t bytes, at::Device device) {
   const auto options = at::TensorOptions(at::kByte).pinned_memory(device.is_cuda());
@@ -490,6 +497,7 @@ class Plan {
     };
     const auto keep_elements = [&](const at::Tensor& tensor, const char* name) {
       keep(tensor, name);
+      states_.push_back({tensor.unsafeGetTensorImpl(), tensor.storage(), tensor.data_ptr()});
       TORCH_CHECK(
           same_layout(*tensor.unsafeGetTensorImpl(), *data.unsafeGetTensorImpl()),
           message(name, " has sizes ", tensor.sizes(), " and strides ", tensor.strides(),
@@ -560,7 +568,7 @@ class Plan {
       find_gradients(begin, end, grads.is_none());
       if (!are_as_planned(begin, end) || !read_addresses(begin, end)) return false;
     }
-    return true;
+    return states_are_in_place();
   }
 
   // Whether groups still ask for the states and signatures that the plan was made for.
@@ -783,6 +791,22 @@ class Plan {
     grad_impls_.push_back(nullptr);
   }
 
+  // Whether nobody gave a state other memory, as `state.data = ...` does.
+  bool states_are_in_place() const {
+    constexpr size_t kAhead = 16;
+    for (size_t i = 0; i < states_.size(); ++i) {
+      __builtin_prefetch(states_[std::min(i + kAhead, states_.size() - 1)].tensor);
+      const c10::StorageImpl* storage = states_[i].tensor->unsafe_storage().unsafeGetStorageImpl();
+      if (storage != states_[i].storage.unsafeGetStorageImpl()) return false;
+#if !defined(FUSEDOPT_CUDA)  // where tensors can be moved into shared memory
+      if (address_of(*states_[i].tensor, states_[i].tensor->itemsize()) != states_[i].address) {
+        return false;
+      }
+#endif
+    }
+    return true;
+  }
+
   static bool is_lazy(const c10::TensorImpl& tensor) {
     static const c10::DispatchKeySet lazy(
         {c10::DispatchKey::Negative, c10::DispatchKey::Conjugate});
@@ -873,6 +897,8 @@ class Plan {
         PyObject* value = PyDict_GetItemWithError(group.ptr(), key.ptr());
         TORCH_CHECK_VALUE(value != nullptr, message("a parameter group has no ", py::str(key)));
         if (PyTuple_Check(value) || PyList_Check(value)) {
+          const auto size = static_cast<int64_t>(PySequence_Fast_GET_SIZE(value));
+          TORCH_CHECK_VALUE(size == 2, message(py::str(key), " must be two numbers, got ", size));
           for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(value); ++i) {
             push_value(PySequence_Fast_GET_ITEM(value, i), header, key);
           }
@@ -922,6 +948,7 @@ class Plan {
   uint32_t seed_;
   std::vector<const Kernels*> kernels_;
   std::vector<Entry> entries_;
+  std::vector<StateEntry> states_;
   std::vector<at::Tensor> kept_;  // whatever entries and rows point into
   std::vector<c10::TensorImpl*> grad_impls_;
   std::vector<TensorRow> rows_;

@@ -1,6 +1,6 @@
 // The loop over memory: a slice of a tensor is loaded, updated and stored. A CUDA thread and a CPU
-// thread run the same function on slices of different lengths. Knows no hyperparameter and no dtype:
-// those come as the rule and the streams of a Signature.
+// thread run the same function on slices of different lengths. Knows no hyperparameter and no
+// dtype: those come as the rule and the streams of a Signature.
 #pragma once
 
 #include <cstdint>
@@ -376,6 +376,10 @@ struct Weight {
   FUSEDOPT_HD void read(float (&values)[N]) const { master.read(values); }
   template <bool kWhole, int kRun>
   FUSEDOPT_HD void write(const TensorRow& row, Span<kRun> span, float (&values)[N], uint32_t key) {
+    Exact no_roots[N];
+    master.template write<kWhole>(row.master, row.master_scale, span, values, Random<N>(key, span),
+                                  kWeightStream, no_roots);
+    if constexpr (Master::kBlockScaled) master.read(values);  // the parameter is what the master is
     typename P::Storage raw[N];
     if constexpr (sizeof(typename P::Storage) == 1) {  // fp8: one delayed scale per tensor
       const float scale = *row.fp8_scale;
@@ -391,9 +395,6 @@ struct Weight {
       encode_nearest<P>(values, raw);
     }
     store<kWhole>(row.param, span, raw);
-    Exact no_roots[N];
-    master.template write<kWhole>(row.master, row.master_scale, span, values, Random<N>(key, span),
-                                  kWeightStream, no_roots);
   }
 };
 
@@ -467,13 +468,14 @@ struct Layout<Signature<R, P, G, M, kStochastic, Codes...>> {
   static constexpr bool kReadsAgain = !kBlockScaled && (!kOnlyFp32 || sizeof...(Codes) == 3);
   // Registers of a thread are bounded, so that enough warps wait for memory at once.
   static constexpr bool kNeedsMore =
-      sizeof...(Codes) == 3 || M::kBlockScaled || sizeof(typename P::Storage) == 1 ||
-      kRun < kElements || ((Codes::kBlockScaled && sizeof(typename Codes::Storage) == 2) || ...);
+      sizeof...(Codes) == 3 || sizeof(typename P::Storage) == 1 || kRun < kElements ||
+      ((Codes::kBlockScaled && sizeof(typename Codes::Storage) == 2) || ...);
   static constexpr bool kOnlyWide = (std::is_same_v<M, None> || sizeof(typename M::Storage) == 4) &&
                                     ((sizeof(typename Codes::Storage) == 4) && ...);
-  static constexpr int kBlocksPerMultiprocessor = kElements == 4 ? (kOnlyWide ? 12 : 10)
-                                                  : kNeedsMore   ? 8
-                                                                 : 9;
+  static constexpr int kBlocksPerMultiprocessor = kElements == 4    ? (kOnlyWide ? 12 : 10)
+                                                  : M::kBlockScaled ? 7
+                                                  : kNeedsMore      ? 8
+                                                                    : 9;
   template <int N>
   using WeightOf = Weight<P, kStochastic, M, N>;
   template <int N>
@@ -564,8 +566,9 @@ static_assert(sizeof(Advance) + sizeof(Words<kMaxWords>) <= 32764, "");
 constexpr int kAdvanceThreads = 128;
 
 template <class Rule, int kWords>
-__global__ void __launch_bounds__(kAdvanceThreads) advance_kernel(const __grid_constant__ Advance args,
-                                                      const __grid_constant__ Words<kWords> list) {
+__global__ void __launch_bounds__(kAdvanceThreads)
+    advance_kernel(const __grid_constant__ Advance args,
+                   const __grid_constant__ Words<kWords> list) {
   const int index = blockIdx.x * blockDim.x + threadIdx.x;
   if (index < args.tensors) advance_tensor<Rule>(args, list.words, index);
 }

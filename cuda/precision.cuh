@@ -464,11 +464,12 @@ struct Stream {
     if (largest_bits == 0) return 1;
     float largest = bits_float(largest_bits);
     if (kRoot) largest = ::sqrtf(largest);
-    if (!kForgets) {  // the power of two above it, also after it is rounded
+    if (!kForgets) {  // the power of two below it, after it is rounded
       const uint32_t half_a_step = 1u << (22 - Code::kMantissaBits);
-      largest = bits_float((float_bits(largest) + half_a_step) & 0x7f800000u) * 2;
+      const uint32_t power = (float_bits(largest) + half_a_step) & 0x7f800000u;
+      largest = bits_float(power < 0x7f000000u ? power : 0x7f000000u);
     }
-    const float scale = largest * power_of_two(-Code::kTop);
+    const float scale = largest * power_of_two(kForgets ? -Code::kTop : 1 - Code::kTop);
     return scale > power_of_two(-126) ? scale : power_of_two(-126);
   }
 

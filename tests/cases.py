@@ -152,10 +152,14 @@ def adam_precision(
 ) -> Case:
     kwargs |= dict(lr=0.01, weight_decay=0.1, exp_avg_dtype=first, exp_avg_sq_dtype=second)
     states = AMSGRAD_STATES if kwargs.get("amsgrad") else ADAM_STATES
-    return Case(f"adam-{name}", "FusedAdam", AdamW, kwargs, states, dtype=dtype)
+    reference = Adam if kwargs.get("adam_w_mode") is False else AdamW
+    return Case(f"adam-{name}", "FusedAdam", reference, kwargs, states, dtype=dtype)
 
 
 FP16_MASTER: Options = dict(master_weights=True, master_weight_dtype=torch.float16)
+REMAINDERS: Options = dict(store_param_remainders=True)
+BITS24: Options = dict(master_weight_bits=24)
+STOCHASTIC: Options = dict(stochastic_rounding=True)
 
 # Each dtype of each moment, each kind of master and of parameter, and the combinations people use.
 ADAM_PRECISIONS = (
@@ -182,9 +186,14 @@ ADAM_PRECISIONS = (
     adam_precision("24-bit-fp8", BF16, "fp8", "fp8", master_weight_bits=24),
     adam_precision("stochastic", BF16, None, None, stochastic_rounding=True),
     adam_precision("stochastic-fp8", BF16, "fp8", "fp8", stochastic_rounding=True),
+    # What kernels keep out of their hot path.
+    adam_precision("l2-fp8", F32, "fp8", "fp8", adam_w_mode=False),
+    adam_precision("l2-remainder-fp8", BF16, "fp8", "fp8", adam_w_mode=False, **REMAINDERS),
+    adam_precision("l2-24-bit-fp16", BF16, "fp16", "fp16", adam_w_mode=False, **BITS24),
+    adam_precision("beta1-low-fp8", F32, "fp8", "fp8", betas=(0.3, 0.9)),
+    adam_precision("l2-stochastic", BF16, "bf16", "bf16", adam_w_mode=False, **STOCHASTIC),
 )
 
-REMAINDERS: Options = dict(store_param_remainders=True)
 MOMENTUM: Options = dict(lr=0.01, momentum=0.9, weight_decay=0.1)
 PRECISIONS = (
     *ADAM_PRECISIONS,
@@ -194,9 +203,14 @@ PRECISIONS = (
     ),
     sgd_case("24-bit-fp16", BF16, momentum_dtype="fp16", master_weight_bits=24, **MOMENTUM),
     sgd_case("fp16-master-fp8", BF16, momentum_dtype="fp8", **FP16_MASTER, **MOMENTUM),
+    sgd_case("master", BF16, master_weights=True, **MOMENTUM),
+    sgd_case("stochastic-fp8", BF16, momentum_dtype="fp8", **STOCHASTIC, **MOMENTUM),
     lion_case("fp8", exp_avg_dtype="fp8", lr=0.01),
     lion_case("remainder-bf16", BF16, exp_avg_dtype="bf16", lr=0.01, store_param_remainders=True),
     lion_case("24-bit-e5m2", BF16, exp_avg_dtype="fp8_e5m2", lr=0.01, master_weight_bits=24),
+    lion_case("master", BF16, lr=0.01, master_weights=True),
+    lion_case("fp16-master-fp8", BF16, exp_avg_dtype="fp8", lr=0.01, **FP16_MASTER),
+    lion_case("stochastic", BF16, exp_avg_dtype="bf16", lr=0.01, **STOCHASTIC),
 )
 
 NARROW = (
@@ -341,16 +355,17 @@ def assert_same_bits(got: list[Tensor], want: list[Tensor]) -> None:
 # ---- the step check -----------------------------------------------------------------------------
 
 
-def in_ulps(name: str, got: Tensor, want: Tensor) -> Tensor:
-    """Error in ulps of fp32: of each element where nothing cancels, else of the largest."""
-    if want.numel() == 0:
-        return want
+def ulp(name: str, want: Tensor) -> Tensor:
+    """An ulp of fp32: of each element where nothing cancels, else of the largest."""
+    if not name.endswith("_sq"):
+        return spacing(want.abs().max())
     # Where gradient and L2 decay cancel, what is left of the second moment is rounding: an element
     # far below the largest is measured as one 2^-20 of it.
-    unit = spacing(
-        want.clamp(min=want.max() * 2.0**-20) if name.endswith("_sq") else want.abs().max()
-    )
-    return (got.double() - want).abs() / unit
+    return spacing(want.clamp(min=want.max() * 2.0**-20))
+
+
+def in_ulps(name: str, got: Tensor, want: Tensor) -> Tensor:
+    return (got.double() - want).abs() / ulp(name, want) if want.numel() else want
 
 
 def gradient_of(param: Tensor, group: Options) -> Tensor | None:
@@ -409,12 +424,7 @@ def checked_step(case: Case, optimizer: Any) -> None:
 
 def check_state(where: str, name: str, state: States, want: Tensor, ulps: float) -> None:
     tensor = state[name]
-    # Where gradient and L2 decay cancel, what is left of the second moment is rounding: an element
-    # far below the largest is measured as one 2^-20 of it.
-    unit = spacing(
-        want.clamp(min=want.max() * 2.0**-20) if name.endswith("_sq") else want.abs().max()
-    )
-    slack, got = ulps * unit, roots(state, name)
+    slack, got = ulps * ulp(name, want), roots(state, name)
     if is_root(state, name):  # an error of v is half as large, relatively, in its root
         want, slack = want.sqrt(), slack / (2 * want.sqrt()).clamp(min=1e-30)
         slack = slack + spacing(want)

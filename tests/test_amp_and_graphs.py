@@ -376,22 +376,29 @@ def ready_optimizer(case: Case, count: int, group_count: int, **options: Any) ->
     return optimizer
 
 
+def launches_of(step: Callable[[], Any]) -> list[str]:
+    """The kernels that a step launches."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the profiler's own
+        with torch.profiler.profile(activities=activities) as profile:
+            step()
+            torch.cuda.synchronize()
+    events: Any = profile.events()
+    names = [event.name for event in events if event.device_type.name == "CUDA"]
+    return [name for name in names if not name.startswith("Optimizer.")]  # no annotations
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("count", "group_count"), [(1, 1), (300, 16), (5000, 7)])
 @pytest.mark.parametrize("case", SAMPLE, ids=str)
 def test_two_launches(case: Case, count: int, group_count: int, cuda: torch.device) -> None:
     optimizer = ready_optimizer(case, count, group_count)
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the profiler's own
-        with torch.profiler.profile(activities=activities) as profile:
-            optimizer.step()
-            torch.cuda.synchronize()
-    events: Any = profile.events()
-    names = [event.name for event in events if event.device_type.name == "CUDA"]
-    kernels = [name for name in names if not name.startswith("Optimizer.")]  # no annotations
+    kernels = launches_of(optimizer.step)
     assert len(kernels) == 2, kernels
     assert ["advance" in name for name in kernels] == [True, False]
+    optimizer.zero_grad()
+    assert launches_of(optimizer.step) == []
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""The loader, tried on folders of tiny sources; knows nothing of optimizers or kernels."""
+"""The loader, tried on folders of tiny sources, and twice on copies of the real ones."""
 
 from __future__ import annotations
 
@@ -64,6 +64,15 @@ KERNEL = ("step", "cpu", ("step.cpp",))
 COUNTER = itertools.count()
 
 
+def load_module(name: str, path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 class Project:
     """A folder with a copy of the module and tiny sources beside it."""
 
@@ -77,12 +86,7 @@ class Project:
 
     def module(self) -> Any:
         """Import a further copy, with nothing remembered: what a new process would see."""
-        spec = importlib.util.spec_from_file_location(f"{self.file.stem}{next(COUNTER)}", self.file)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
+        return load_module(f"{self.file.stem}{next(COUNTER)}", self.file)
 
     def built(self) -> Path:
         """Build the kernel without loading it: what is loaded once stays loaded."""
@@ -634,6 +638,39 @@ def test_two_copies_in_one_process(tmp_path: Path, cache: Path, same: bool) -> N
     assert [binding.answer for binding in bindings] == expected
     assert all(name.startswith("fusedopt_bindings_cpu_") for name in set(sys.modules) - names)
     assert len(list(cache.glob("*.so"))) == (2 if same else 4)
+
+
+def test_two_copies_step_in_one_process(tmp_path: Path, cache: Path) -> None:
+    """As they are, with classes that pybind11 would take for one another."""
+    root = Path(fusedopt.__file__).parent
+    sources = next(root / name for name in ("cuda", "fusedopt_cuda") if (root / name).is_dir())
+    stepped = []
+    for name in ("one", "two"):
+        shutil.copytree(sources, tmp_path / name / "cuda")
+        shutil.copy(fusedopt.__file__, tmp_path / name / f"{name}.py")
+        with (tmp_path / name / "cuda" / "bindings.cpp").open("a") as file:
+            file.write(f"// {name}\n")  # another binary
+        module = load_module(name, tmp_path / name / f"{name}.py")
+        param = torch.nn.Parameter(torch.ones(8))
+        param.grad = torch.ones_like(param)
+        optimizer = module.FusedSGD([param], lr=0.5)
+        stepped.append((optimizer, param))
+    for optimizer, _ in stepped * 2:
+        optimizer.step()
+        assert optimizer.backend == "cpu"
+    assert all(torch.equal(param, torch.zeros(8)) for _, param in stepped)
+
+
+def test_the_file_alone_steps(tmp_path: Path) -> None:
+    shutil.copy(fusedopt.__file__, tmp_path / "alone.py")
+    module = load_module("alone", tmp_path / "alone.py")
+    param = torch.nn.Parameter(torch.ones(5000))
+    param.grad = torch.ones_like(param)
+    optimizer = module.FusedAdam([param], lr=0.5, exp_avg_dtype="fp8")
+    with pytest.warns(module.FusedOptWarning, match="no sources: copy fusedopt's folder cuda/"):
+        optimizer.step()
+    assert optimizer.backend == "torch"
+    torch.testing.assert_close(param.detach(), torch.full((5000,), 0.5))
 
 
 def test_nvidia_package_is_not_taken_for_sources(project: Project, cache: Path) -> None:

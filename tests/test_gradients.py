@@ -113,6 +113,51 @@ def test_a_skipped_step_can_be_told(device: torch.device, backend: str) -> None:
         assert bool(told) == (value != value)
 
 
+def test_the_norm_of_a_skipped_step(device: torch.device, backend: str) -> None:
+    """It is that of the gradients, although they were not used."""
+    params = new_params(device, torch.float32)
+    optimizer = fusedopt.FusedAdam(params, max_grad_norm=1.0)
+    for value in (1.0, float("inf"), 2.0):
+        set_grads(params, 1.0)
+        params[0].grad = torch.full_like(params[0], value)
+        scaler: Any = optimizer  # which sets these two
+        scaler.grad_scale = torch.full((), 4.0, device=device)
+        scaler.found_inf = torch.full((), float(value == float("inf")), device=device)
+        optimizer.step()
+        assert optimizer.grad_norm is not None
+        torch.testing.assert_close(optimizer.grad_norm.double(), norm_of(params) / 4)
+    assert optimizer.state[params[0]]["step"] == 2
+
+
+def test_an_unscaled_gradient_that_is_not_finite(device: torch.device, backend: str) -> None:
+    """unscale_, clip, step: nothing changes, and the scale halves."""
+    params = new_params(device, torch.float32)
+    optimizer = fusedopt.FusedAdam(params)
+    scaler = torch.amp.GradScaler(device.type, init_scale=8.0)
+    for value, scale in ((1.0, 8.0), (float("inf"), 4.0)):
+        before = [param.detach().clone() for param in params]
+        scaler.scale(torch.ones((), device=device))
+        set_grads(params, 1.0)
+        params[0].grad = torch.full_like(params[0], value)
+        scaler.unscale_(optimizer)
+        fusedopt.clip_grad_norm_(params, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == scale
+        same = [torch.equal(a, b) for a, b in zip(params, before, strict=True) if a.numel()]
+        assert set(same) == {value == float("inf")}
+    assert optimizer.state[params[0]]["step"] == 1
+
+
+def test_a_scaler_that_scaled_nothing(device: torch.device, backend: str) -> None:
+    params = new_params(device, torch.float32)
+    set_grads(params, 1.0)
+    for limit in (None, 1.0):
+        optimizer = fusedopt.FusedAdam(params, max_grad_norm=limit)
+        with pytest.raises(RuntimeError, match="grad_scaler has scaled no loss yet"):
+            optimizer.step(grad_scaler=torch.amp.GradScaler(device.type))
+
+
 def test_what_is_not_finite_spreads_as_in_torch(device: torch.device, backend: str) -> None:
     params = new_params(device, torch.float32)
     optimizer = fusedopt.FusedSGD(params, lr=0.01, max_grad_norm=1.0)
@@ -515,6 +560,72 @@ def test_steps_in_backward(kind: Any, options: Any, device: torch.device, backen
     assert all(param.grad is not None for param in model.parameters())
     optimizer.step()
     assert optimizer.backend == backend
+
+
+def test_a_state_replaced_between_steps_in_backward(device: torch.device, backend: str) -> None:
+    model = torch.nn.Linear(3, 1, bias=False, device=device)
+    model.weight.data.zero_()
+    optimizer = fusedopt.FusedSGD(model.parameters(), lr=1.0, momentum=1.0)
+    fusedopt.step_in_backward(model, optimizer)
+    model(torch.ones(3, device=device)).backward()
+    buffer = torch.full((1, 3), 5.0, device=device)
+    optimizer.state[model.weight]["momentum_buffer"] = buffer
+    model(torch.ones(3, device=device)).backward()  # -1, then -(5 + 1)
+    assert torch.equal(model.weight, torch.full((1, 3), -7.0, device=device))
+    assert torch.equal(buffer, torch.full((1, 3), 6.0, device=device))
+    optimizer.state.clear()
+    model(torch.ones(3, device=device)).backward()
+    assert torch.equal(model.weight, torch.full((1, 3), -8.0, device=device))
+    assert optimizer.backend == backend
+
+
+def test_parameters_that_came_after_the_hooks(device: torch.device, backend: str) -> None:
+    """Unfrozen or added later: step() steps them."""
+    model = torch.nn.Linear(3, 1, device=device)
+    model.bias.requires_grad_(False)
+    for param in model.parameters():
+        param.data.zero_()
+    optimizer = fusedopt.FusedSGD(model.parameters(), lr=1.0)
+    fusedopt.step_in_backward(model, optimizer)
+    model.bias.requires_grad_(True)
+    late = Parameter(torch.zeros(1, device=device))
+    optimizer.add_param_group(dict(params=[late]))
+    for i in range(2):
+        (model(torch.ones(3, device=device)) + late).backward()
+        optimizer.step()
+        for param in (*model.parameters(), late):
+            assert torch.equal(param, torch.full_like(param, -1.0 - i))
+            assert param.grad is None
+    with pytest.raises(ValueError, match=r"max_grad_norm=1\.0 needs every gradient"):
+        optimizer.max_grad_norm = 1.0
+
+
+def test_what_is_no_optimizer_or_scaler() -> None:
+    model = torch.nn.Linear(3, 1)
+    with pytest.raises(TypeError, match="an optimizer of this module is needed, got SGD"):
+        fusedopt.step_in_backward(model, torch.optim.SGD(model.parameters()))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="grad_scaler must be a GradScaler, got int"):
+        fusedopt.FusedSGD(model.parameters()).step(grad_scaler=3)
+    with pytest.raises(TypeError, match="only what fp8_parameter"):
+        fusedopt.fp8_dequantize(torch.zeros(3))
+
+
+@pytest.mark.parametrize("none", [None, True, False])
+def test_zero_grad(none: bool | None, device: torch.device) -> None:
+    """As set_grad_none of the constructor says, or set_to_none of the call."""
+    params = [Parameter(torch.zeros(4, device=device)) for _ in range(2)]
+    groups: list[dict[str, Any]] = [
+        dict(params=params[:1]),
+        dict(params=params[1:], use_decoupled_grad=True),
+    ]
+    optimizer = fusedopt.FusedAdam(groups, set_grad_none=none)
+    for override in (None, True, False):
+        params[0].grad = torch.ones_like(params[0])
+        params[1].decoupled_grad = torch.ones_like(params[1])  # type: ignore[attr-defined]
+        optimizer.zero_grad(*([] if override is None else [override]))
+        dropped = override if override is not None else none is not False
+        for found in (params[0].grad, params[1].decoupled_grad):  # type: ignore[attr-defined]
+            assert found is None if dropped else torch.equal(found, torch.zeros(4, device=device))
 
 
 def test_what_cannot_step_in_backward() -> None:

@@ -291,8 +291,9 @@ def test_small_steps_are_not_lost(name: str, size: int, device: torch.device, ba
     assert optimizer.backend == backend
     weight = weight_of(param, optimizer.state[param])
     if name == "adam-stochastic":
-        if size == 4096:
-            assert (weight.mean() - 0.99).abs() < 1e-3
+        # A step moves one element in 39 (of 2^-8 or 2^-9): so does the mean of 100 steps of few.
+        assert (weight.mean() - 0.99).abs() < (1e-3 if size == 4096 else 5 * 0.005 / size**0.5)
+        assert (weight < 1).any()
         return
     exact = optimizer.state[param]["master_param"].dtype in (F32, torch.int16)
     # fp16 is rounded a hundred times, by 1.5e-4 each
@@ -620,6 +621,30 @@ def test_join_undoes_split_for_every_finite_number() -> None:
         pattern = torch.arange(start, start + chunk, device="cuda").int()
         values = pattern.view(F32)
         check_split(values[values.isfinite()])
+
+
+@pytest.mark.slow
+@pytest.mark.gpu
+def test_every_finite_number_survives_a_step_of_lr_0(cuda: torch.device) -> None:
+    """As split and joined by the kernels."""
+    (case,) = by_id(SPLIT, "adam-remainder")
+    param = Parameter(torch.zeros(1 << 26, dtype=BF16, device=cuda))
+    optimizer = make(case, [param], lr=0.0, weight_decay=0.0)
+    param.grad = torch.ones_like(param)  # of a negative one -0 would become 0
+    optimizer.step()
+    state = optimizer.state[param]
+    for start in range(-(1 << 31), 1 << 31, param.numel()):
+        values = torch.arange(start, start + param.numel(), device=cuda).int().view(F32)
+        values = values.where(values.isfinite(), 1)
+        half, remainder = canonical_split(values, state["master_param"])
+        param.data.copy_(half)
+        state["master_param"].copy_(remainder)
+        optimizer.step()
+        assert optimizer.backend == "cuda"
+        assert torch.equal(bits(param), bits(half))
+        assert torch.equal(state["master_param"], remainder)
+        joined = (bits(param).int() << 16) + remainder.int()
+        assert torch.equal(joined, values.view(torch.int32))
 
 
 @pytest.mark.parametrize("case", SPLIT, ids=str)

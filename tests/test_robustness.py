@@ -1,6 +1,7 @@
 """What users do to parameters, states and groups between steps is seen, or an error names it."""
 
 import copy
+import pickle
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from fusedopt import FusedAdam, FusedLion, FusedSGD, fp8_dequantize, fp8_parameter
 
-FP8 = dict(exp_avg_dtype="fp8", exp_avg_sq_dtype="fp8")
+FP8: dict[str, Any] = dict(exp_avg_dtype="fp8", exp_avg_sq_dtype="fp8")
 
 
 def new_param(device: torch.device, *shape: int, dtype: torch.dtype = torch.float32) -> Parameter:
@@ -144,7 +145,9 @@ def test_a_master_that_was_off_is_not_an_old_one(device: torch.device, backend: 
     assert (param.detach().float() - before).abs().max() < 0.05
 
 
-@pytest.mark.parametrize("how", ["replace", "offload", "clear", "new dict"])
+@pytest.mark.parametrize(
+    "how", ["replace", "data", "share", "offload", "data offload", "clear", "new dict"]
+)
 def test_state_in_the_users_hands(how: str, device: torch.device, backend: str) -> None:
     param = Parameter(torch.zeros(8, device=device))
     optimizer = FusedSGD([param], lr=1.0, momentum=0.5)
@@ -153,18 +156,103 @@ def test_state_in_the_users_hands(how: str, device: torch.device, backend: str) 
     state = optimizer.state[param]
     if how == "replace":
         state["momentum_buffer"] = torch.full_like(param.detach(), 4.0)
+    elif how == "data":
+        state["momentum_buffer"].data = torch.full_like(param.detach(), 4.0)
+    elif how == "share":
+        state["momentum_buffer"].share_memory_()
     elif how == "offload":
         for name in list(state):
             state[name] = state[name].cpu()
+    elif how == "data offload":
+        for value in state.values():
+            value.data = value.data.cpu()
     elif how == "clear":
         optimizer.state.clear()
     else:
         optimizer.state = defaultdict(dict)
     optimizer.step()
-    wanted = {"replace": 3.0, "offload": 1.5, "clear": 1.0, "new dict": 1.0}[how]
+    wanted = {"replace": 3.0, "data": 3.0, "clear": 1.0, "new dict": 1.0}.get(how, 1.5)
     assert torch.equal(optimizer.state[param]["momentum_buffer"].cpu(), torch.full((8,), wanted))
     assert torch.equal(param.cpu(), torch.full((8,), -1.0 - wanted))
     assert type(optimizer.state_dict()["state"][0]) is dict
+
+
+def test_copies_of_states(device: torch.device, backend: str) -> None:
+    param = Parameter(torch.zeros(8, device=device))
+    optimizer = FusedSGD([param], lr=1.0, momentum=0.5)
+    ones(param)
+    optimizer.step()
+    state = optimizer.state
+    copies = [
+        pickle.loads(pickle.dumps(state[param])),
+        copy.copy(state)[param],
+        state.copy()[param],
+        copy.deepcopy(dict(state[param])),
+        next(iter(pickle.loads(pickle.dumps(state)).values())),
+        (state | {})[param],
+    ]
+    for one in copies:
+        assert torch.equal(one["momentum_buffer"], state[param]["momentum_buffer"])
+    optimizer.step()
+    assert torch.equal(param, torch.full_like(param, -2.5))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_parameter_is_its_fp16_master(
+    dtype: torch.dtype, device: torch.device, backend: str
+) -> None:
+    """A step of lr 0 leaves it; writing the master back, too."""
+    param = new_param(device, 65536, dtype=dtype)
+    options = dict(master_weights=True, master_weight_dtype=torch.float16)
+    optimizer = FusedAdam([param], lr=1e-3, **options)  # type: ignore[arg-type]
+    run(optimizer, [param])
+    before = param.detach().clone()
+    optimizer.param_groups[0]["lr"] = 0.0
+    run(optimizer, [param], steps=1)
+    assert torch.equal(param, before)
+    master = optimizer.get_unscaled_state(param, "master_param")
+    assert torch.equal(param, master.to(dtype))
+    optimizer.set_scaled_state(param, "master_param", master)
+    assert torch.equal(param, before)
+
+
+def test_the_largest_weights_have_fp16_masters(device: torch.device, backend: str) -> None:
+    for largest in (torch.finfo(torch.bfloat16).min, 2.0**127, 1e38):
+        param = Parameter(torch.ones(5000, dtype=torch.bfloat16, device=device))
+        param.data[3] = largest
+        optimizer = FusedAdam([param], master_weights=True, master_weight_dtype=torch.float16)
+        param.grad = torch.zeros_like(param)
+        before = param.detach().clone()
+        optimizer.step()
+        assert param.isfinite().all()
+        assert param[3] == before[3]
+        assert torch.equal(param[256:], before[256:])
+
+
+@pytest.mark.parametrize("value", [-1.0, 0.0, float("nan"), float("inf"), "x"])
+def test_a_max_grad_norm_set_at_run_time_is_checked(value: Any) -> None:
+    optimizer = FusedAdam([Parameter(torch.zeros(4))], max_grad_norm=2.0)
+    with pytest.raises(ValueError, match="max_grad_norm must be"):
+        optimizer.max_grad_norm = value
+    assert optimizer.max_grad_norm == 2.0
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("lr", "abc"), ("lr", None), ("betas", (0.9,)), ("betas", (0.9, 0.9, 0.9)), ("eps", None)],
+)
+def test_a_bad_value_of_a_later_group_changes_nothing(
+    key: str, value: Any, device: torch.device, backend: str
+) -> None:
+    params = [Parameter(torch.zeros(4, device=device)) for _ in range(2)]
+    optimizer = FusedAdam([dict(params=params[:1]), dict(params=params[1:])])
+    run(optimizer, params)
+    before = [param.detach().clone() for param in params]
+    optimizer.param_groups[1][key] = value
+    with pytest.raises((ValueError, TypeError)):
+        run(optimizer, params, steps=1)
+    assert all(torch.equal(a, b) for a, b in zip(params, before, strict=True))
+    assert optimizer.state[params[0]]["step"] == 3
 
 
 def edit_append(optimizer: Any, new: Parameter) -> None:
@@ -246,6 +334,11 @@ def test_a_file_that_does_not_fit_changes_nothing(device: torch.device, backend:
         ("exp_avg", [1.0], "exp_avg of parameter 1 is of type list in the checkpoint"),
         ("exp_avg_scale", torch.ones(3), r"exp_avg_scale of parameter 1 has shape \(3,\)"),
         ("master_param", torch.ones(3), r"master_param of parameter 1 has shape \(3,\)"),
+        ("exp_avg", torch.ones(5000, device="meta"), "exp_avg of parameter 1 .* on meta"),
+        ("exp_avg", torch.ones(5000).to_sparse(), "exp_avg of parameter 1 is torch.sparse_coo"),
+        ("step", torch.tensor(-5.0), "step of parameter 1 is -5"),
+        ("step", "abc", "step must be one number, got 'abc'"),
+        ("step", torch.ones(2), "step must be one number"),
     ):
         bad = copy.deepcopy(good)
         bad["state"][1][name] = value
@@ -280,21 +373,183 @@ def test_wrappers_are_errors(device: torch.device, backend: str) -> None:
         FusedAdam([Parameter(TwoTensor(inner, inner.clone()))])
 
 
-@pytest.mark.parametrize("what", ["lr", "betas"])
-def test_values_set_at_run_time(what: str, device: torch.device, backend: str) -> None:
+@pytest.mark.parametrize("steps", [0, 2])
+def test_gradients_that_are_wrappers_are_errors(
+    steps: int, device: torch.device, backend: str
+) -> None:
+    params = [Parameter(torch.zeros(4, device=device)) for _ in range(2)]
+    optimizer = FusedSGD(params, lr=1.0)
+    run(optimizer, params, steps)
+    before = [param.detach().clone() for param in params]
+    ones(*params)
+    ordinary = torch.ones(4, device=device)
+    params[1].grad = TwoTensor(ordinary, ordinary.clone())
+    with pytest.raises(TypeError, match="parameter 1 of group 0 has a gradient of type TwoTensor"):
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(params, before, strict=True))
+
+
+def test_a_parameter_exchanged_within_its_group(device: torch.device, backend: str) -> None:
+    params = [Parameter(torch.zeros(4, device=device)) for _ in range(3)]
+    old, new = params[1], Parameter(torch.zeros(4, device=device))
+    optimizer = FusedSGD(params, lr=1.0)
+    ones(*params, new)
+    optimizer.step()
+    optimizer.param_groups[0]["params"][1] = new
+    optimizer.step()
+    found = [p.detach()[0].item() for p in (params[0], old, new, params[2])]
+    assert found == [-2, -1, -1, -2]
+
+
+def test_betas_set_at_run_time(device: torch.device, backend: str) -> None:
+    """A list counts as well as a tuple, from the next step on."""
+    params = [Parameter(torch.zeros(4, device=device)) for _ in range(2)]
+    optimizers: list[torch.optim.Optimizer] = [
+        FusedAdam([params[0]], lr=1.0),
+        torch.optim.Adam([params[1]], lr=1.0),
+    ]
+    for scale in (1.0, -3.0):
+        for optimizer, param in zip(optimizers, params, strict=True):
+            param.grad = torch.full_like(param, scale)
+            optimizer.step()
+            optimizer.param_groups[0]["betas"] = [0.5, 0.9]
+    torch.testing.assert_close(*(param.detach() for param in params))
+
+
+def test_an_lr_of_two_numbers_is_an_error(device: torch.device, backend: str) -> None:
     param = Parameter(torch.zeros(4, device=device))
     optimizer = FusedAdam([param], lr=1.0)
     ones(param)
     optimizer.step()
-    if what == "betas":
-        optimizer.param_groups[0]["betas"] = [0.5, 0.9]
-        optimizer.step()
-        return
     before = param.detach().clone()
     optimizer.param_groups[0]["lr"] = torch.ones(2, device=device)
     with pytest.raises((ValueError, RuntimeError)):
         optimizer.step()
     assert torch.equal(param, before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [dict(max_grad_norm=1.0), dict(capturable=True)], ids=str)
+def test_a_model_that_moves_between_devices(options: dict[str, Any], cuda: torch.device) -> None:
+    """The norm follows it, and an lr that lies on the other device is found."""
+    param = Parameter(torch.zeros(100))
+    optimizer = FusedSGD([param], lr=1.0, **options)
+    for device in (torch.device("cpu"), cuda, torch.device("cpu")):
+        param.data = torch.zeros(100, device=device)
+        param.grad = torch.full_like(param, 0.2)
+        optimizer.step()
+        clipped = optimizer.grad_norm is not None
+        assert torch.allclose(param.cpu(), torch.full((100,), -0.1 if clipped else -0.2))
+        assert optimizer.grad_norm is None or float(optimizer.grad_norm) == pytest.approx(2.0)
+
+
+@pytest.mark.gpu
+def test_a_model_on_two_devices(cuda: torch.device) -> None:
+    """One norm, wherever the gradients are; an lr that is a tensor on one of the two."""
+    here, there = Parameter(torch.zeros(100)), Parameter(torch.zeros(100, device=cuda))
+    for lr in (1.0, torch.tensor(1.0), torch.tensor(1.0, device=cuda)):
+        optimizer = FusedSGD([here, there], lr=lr, max_grad_norm=1.0)
+        for grads in ((0.2, 0.2), (None, 0.2), (0.2, None), (None, None)):
+            for param, value in zip((here, there), grads, strict=True):
+                param.data.zero_()
+                param.grad = None if value is None else torch.full_like(param, value)
+            optimizer.step()
+            norm = sum(100 * value**2 for value in grads if value) ** 0.5
+            assert optimizer.grad_norm is None or float(optimizer.grad_norm) == pytest.approx(norm)
+            for param, value in zip((here, there), grads, strict=True):
+                want = -value / max(norm, 1) if value else 0.0
+                torch.testing.assert_close(param.detach().cpu(), torch.full((100,), want))
+
+
+def test_flushed_subnormal_numbers(native: str) -> None:
+    """What is subnormal in a narrow dtype is not so in fp32."""
+    param = Parameter(torch.zeros(300, dtype=torch.float16))
+    param.grad = torch.full_like(param, 2.0**-20)
+    optimizer = FusedSGD([param], lr=1.0, momentum=0.9)
+    torch.set_flush_denormal(True)
+    try:
+        optimizer.step()
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(param, torch.full_like(param, -(2.0**-20)))
+
+
+FP8_MODES: list[tuple[Any, dict[str, Any]]] = [
+    (FusedAdam, dict(lr=0.02)),
+    (FusedAdam, dict(lr=0.02, master_weight_dtype=torch.float16, **FP8)),
+    (FusedAdam, dict(lr=0.02, weight_decay=0.1, adam_w_mode=False, max_grad_norm=1.0)),
+    (FusedSGD, dict(lr=0.1, momentum=0.9, momentum_dtype="fp8")),
+    (FusedLion, dict(lr=0.01, exp_avg_dtype="bf16")),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize(("kind", "options"), FP8_MODES)
+def test_fp8_parameters(
+    kind: Any, options: dict[str, Any], dtype: torch.dtype, device: torch.device, backend: str
+) -> None:
+    """They are their master, rounded to nearest at their scale; the master goes as without them."""
+    start = [torch.randn(shape, device=device) for shape in [(70, 70), (300,), (8193,)]]
+    fp8 = [fp8_parameter(value, dtype) for value in start]
+    wide = [Parameter(fp8_dequantize(param).bfloat16()) for param in fp8]
+    options = dict(options, master_weights=True)
+    ours = kind(fp8, use_decoupled_grad=True, **options)
+    plain = kind(wide, **options)
+    for param, twin in zip(fp8, wide, strict=True):  # from the same weights
+        plain.set_scaled_state(twin, "master_param", fp8_dequantize(param))
+        ours.set_scaled_state(param, "master_param", fp8_dequantize(param))
+    for _ in range(4):
+        for param, twin in zip(fp8, wide, strict=True):
+            twin.grad = torch.randn_like(twin)
+            param.decoupled_grad = twin.grad  # type: ignore[attr-defined]
+        ours.step()
+        plain.step()
+    assert ours.backend == backend
+    largest = torch.finfo(dtype).max
+    for param, twin in zip(fp8, wide, strict=True):
+        master = ours.get_unscaled_state(param, "master_param")
+        torch.testing.assert_close(master, plain.get_unscaled_state(twin, "master_param"))
+        scale = param.fp8_scale  # type: ignore[attr-defined]
+        if "master_weight_dtype" not in options:  # or else the parameter was not rounded twice
+            nearest = (master * scale).clamp(-largest, largest).to(dtype)
+            assert torch.equal(param.float(), nearest.float())
+        torch.testing.assert_close(param.fp8_amax, master.abs().max(), rtol=1e-3, atol=0)  # type: ignore[attr-defined]
+        torch.testing.assert_close(param.fp8_scale_inv * scale, torch.ones_like(scale))  # type: ignore[attr-defined]
+
+
+def test_fp8_parameters_resume(device: torch.device, backend: str) -> None:
+    def steps(optimizer: Any, params: list[Parameter], count: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for _ in range(count):
+            for param in params:
+                grad = torch.randn(param.shape, generator=generator).to(device)
+                param.decoupled_grad = grad  # type: ignore[attr-defined]
+            optimizer.step()
+
+    def new() -> tuple[list[Parameter], Any]:
+        params = [fp8_parameter(torch.randn(5000, device=device)) for _ in range(2)]
+        return params, FusedAdam(params, master_weights=True, use_decoupled_grad=True, **FP8)
+
+    params, optimizer = new()
+    steps(optimizer, params, 3, seed=1)
+    saved = copy.deepcopy((params, optimizer.state_dict()))
+    steps(optimizer, params, 3, seed=2)
+    others, again = new()
+    for other, kept in zip(others, saved[0], strict=True):
+        other.data.copy_(kept.data)
+        for name in ("fp8_scale", "fp8_amax", "fp8_scale_inv"):
+            getattr(other, name).copy_(getattr(kept, name))
+    again.load_state_dict(saved[1])
+    steps(again, others, 3, seed=2)
+    for param, other in zip(params, others, strict=True):
+        assert torch.equal(param.view(torch.uint8), other.view(torch.uint8))
+        for name, value in optimizer.state[param].items():
+            assert torch.equal(value.float(), again.state[other][name].float()), name
+
+
+def test_fp8_parameters_need_a_master(device: torch.device, backend: str) -> None:
+    with pytest.raises(ValueError, match="parameter 0 of group 0 is fp8 and needs master_weights"):
+        FusedAdam([fp8_parameter(torch.randn(8, device=device))])
 
 
 def test_fp8_parameters_and_their_copies(device: torch.device, backend: str) -> None:
