@@ -7,7 +7,7 @@
 How one step runs:
 
     optimizer.step()           fusedopt.py             find the plan, or make it: states, kernels
-      plan.gather(), .launch() cuda/bindings.cpp       read each p.grad and each group's values
+      plan.step()              cuda/bindings.cpp       read each p.grad and each group's values
         advance<<<>>>          cuda/multi_tensor.cuh   step counters, found_inf, bias corrections
         update<<<>>>           cuda/multi_tensor.cuh   tile -> slice: load, update, store
           Adam::apply()        cuda/update_rules.cuh   the algorithm, one element
@@ -1085,9 +1085,16 @@ class _TorchPlan:
         who = [(id(group), *map(id, group["params"])) for group in groups]
         return [bool(v) if isinstance(v, int | float) else v for v in values] + who
 
-    def _read_layouts(self) -> list[tuple[Any, ...]]:
-        planned = [_weight_of(row.param).data for row in self.rows if row.grad_dtype is not None]
-        return [(data.dtype, data.shape, data.stride()) for data in planned]
+    def _read_layouts(self) -> list[Any]:
+        planned = [row.param for row in self.rows if row.grad_dtype is not None]
+        tensors = [_weight_of(param).data for param in planned]
+        tensors += [
+            value
+            for param in planned
+            for value in self.optimizer.state.get(param, {}).values()
+            if isinstance(value, Tensor)
+        ]
+        return [(t.dtype, t.shape, t.stride(), t.device) for t in tensors]
 
     def fits(self, groups: list[dict[str, Any]]) -> bool:
         """Whether groups and parameters still are what the plan was made for."""
@@ -2525,7 +2532,8 @@ class FusedAdam(_FusedOptimizer):
     `p - lr * weight_decay * p` with one rounding.
 
     Args:
-        params: parameters (fp32, bf16 or fp16, in any mix) or groups of them.
+        params: parameters (fp32, bf16, fp16, or fp8 as fp8_parameter() makes them, in any mix) or
+            groups of them.
         lr: learning rate, a float or a tensor of one element.
         betas: decay rates of the first and second moment, each in [0, 1).
         eps: added to the root of the second moment, at least 0.

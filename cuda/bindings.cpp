@@ -139,7 +139,6 @@ void for_tiles(const Args& args, F launch) {
 #if defined(FUSEDOPT_CUDA)
   check(launch(args));
 #else
-  const py::gil_scoped_release release;  // other threads may run Python meanwhile
   at::parallel_for(0, args.num_tiles, 4, [&](int64_t begin, int64_t end) {
     Args part = args;
     part.first_tile = begin;
@@ -662,6 +661,9 @@ class Plan {
     for (size_t i = 0; i < kernels_.size(); ++i) {
       if (!signature_used_[i] || tiles_[i].count == 0) continue;
       const Update update = {args.rows, args.ready, tiles_[i].index, 0, tiles_[i].count};
+#if !defined(FUSEDOPT_CUDA)
+      const py::gil_scoped_release release;  // other threads may run Python meanwhile
+#endif
       for_tiles(update,
                 [&](const Update& part) { return kernels_[i]->update(part, stream.get()); });
     }

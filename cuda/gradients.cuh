@@ -71,7 +71,7 @@ FUSEDOPT_HD Squares squares(const typename Code::Storage (&raw)[N]) {
 #if defined(__CUDACC__)
 
 constexpr int kGradientThreads = 128;
-constexpr int kGradientBlocks = 8;  // of a multiprocessor, all at once: no block waits for another
+constexpr int kGradientBlocks = 6;  // of a multiprocessor, all at once: no block waits for another
 
 inline unsigned gradient_blocks(int64_t tiles) {
   int device = 0, multiprocessors = 1;

@@ -467,15 +467,16 @@ struct Layout<Signature<R, P, G, M, kStochastic, Codes...>> {
   // Where registers are few, a row is read again for the stores rather than kept.
   static constexpr bool kReadsAgain = !kBlockScaled && (!kOnlyFp32 || sizeof...(Codes) == 3);
   // Registers of a thread are bounded, so that enough warps wait for memory at once.
+  static constexpr bool kNeedsMost = M::kBlockScaled || sizeof(typename P::Storage) == 1;
   static constexpr bool kNeedsMore =
-      sizeof...(Codes) == 3 || sizeof(typename P::Storage) == 1 || kRun < kElements ||
-      ((Codes::kBlockScaled && sizeof(typename Codes::Storage) == 2) || ...);
+      kRun < kElements || ((Codes::kBlockScaled && sizeof(typename Codes::Storage) == 2) || ...);
   static constexpr bool kOnlyWide = (std::is_same_v<M, None> || sizeof(typename M::Storage) == 4) &&
                                     ((sizeof(typename Codes::Storage) == 4) && ...);
-  static constexpr int kBlocksPerMultiprocessor = kElements == 4    ? (kOnlyWide ? 12 : 10)
-                                                  : M::kBlockScaled ? 7
-                                                  : kNeedsMore      ? 8
-                                                                    : 9;
+  static constexpr int kBlocksPerMultiprocessor = kElements == 4          ? (kOnlyWide ? 12 : 10)
+                                                  : sizeof...(Codes) == 3 ? 6
+                                                  : kNeedsMost            ? 7
+                                                  : kNeedsMore            ? 8
+                                                                          : 9;
   template <int N>
   using WeightOf = Weight<P, kStochastic, M, N>;
   template <int N>

@@ -450,16 +450,9 @@ def check_weight(
     elif master.dtype == torch.float16:
         scale = scales(state, "master_param")
         largest = torch.maximum(got.abs(), want.abs()) / scale
-        check_rounded(f"param of {where}", param, want, slack)
+        assert torch.equal(bits(param), bits(got.float().to(param.dtype))), where
         slack = slack + spacing(largest, torch.float16) * scale
     elif master.dtype == torch.float32:
         assert torch.equal(bits(param), bits(master.to(param.dtype))), where
     off = (got - want).abs() / slack
     assert off.max() <= 1, f"weight of {where}: error {off.max():.3g} of the allowed one"
-
-
-def check_rounded(where: str, param: Tensor, want: Tensor, slack: Tensor) -> None:
-    got = flat(param).double()
-    step = spacing(torch.maximum(got.abs(), want.abs()), param.dtype)
-    off = (got - want).abs() / (slack + 0.5 * step)
-    assert off.max() <= 1, f"{where}: error {off.max():.3g} of the allowed one"

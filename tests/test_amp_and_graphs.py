@@ -19,7 +19,6 @@ from cases import (
     assert_same_bits,
     bits,
     by_id,
-    checked_step,
     copy_grads,
     make,
     new_params,
@@ -445,13 +444,24 @@ def test_the_current_stream_is_used(cuda: torch.device) -> None:
 def test_another_current_device_and_two_devices(cuda: torch.device) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    params = [Parameter(torch.randn(5000).to(f"cuda:{i}")) for i in (1, 0, 1)]
-    for subset in ([params[0]], params):
-        optimizer = make(ADAM, subset)
-        set_grads(subset)
-        checked_step(ADAM, optimizer)
-        assert torch.cuda.current_device() == 0
-        assert optimizer.backend == "cuda"
+    devices = ("cuda:1", "cuda:0", "cuda:1")
+    for count in (1, 3):
+        for options in ({}, dict(capturable=True), dict(max_grad_norm=1.0)):
+            values = [torch.randn(5000) for _ in range(count)]
+            params = [Parameter(v.to(d)) for v, d in zip(values, devices, strict=False)]
+            copies = [Parameter(value.clone()) for value in values]
+            optimizer, twin = make(ADAM, params, **options), make(ADAM, copies, **options)
+            for _ in range(3):
+                set_grads(copies)
+                for param, copied in zip(params, copies, strict=True):
+                    assert copied.grad is not None
+                    param.grad = copied.grad.to(param.device)
+                optimizer.step()
+                twin.step()
+                assert torch.cuda.current_device() == 0
+            for param, copied in zip(params, copies, strict=True):
+                torch.testing.assert_close(param.detach().cpu(), copied.detach())
+            assert optimizer.backend == "cuda"
 
 
 def test_a_copied_optimizer_owns_its_plans(device: torch.device, backend: str) -> None:
