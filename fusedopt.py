@@ -74,6 +74,7 @@ __all__ = [
 
 _log = logging.getLogger("fusedopt")
 _lock = threading.Lock()
+_builder_lock = threading.Lock()
 _loaded: dict[_Binary, Future[ModuleType | ctypes.CDLL]] = {}
 _warned: set[str] = set()
 
@@ -363,7 +364,8 @@ def _torch_builder() -> Any:
     assert original is not None
     name = "torch.utils.cpp_extension_of_fusedopt"
     logging.getLogger(name).setLevel(logging.INFO if _verbose() else logging.ERROR)
-    return _import_file(name, original.origin)
+    with _builder_lock:  # it imports setuptools, which does not like several threads
+        return _import_file(name, original.origin)
 
 
 def _import_file(name: str, path: str | Path | None) -> ModuleType:
