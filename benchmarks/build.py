@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
     cores = len(os.sched_getaffinity(0))
-    cold = 15.0 if cores >= 16 else 45.0
+    cold = (25, 15) if cores >= 16 else (45,)
     lines = [
         f"{options.device}, {cores} cores, torch {torch.__version__}\n",
         "| | import s | first step s | backend | target |",
@@ -70,18 +70,18 @@ def main() -> None:
     ]
     print("\n".join(lines), flush=True)
     with tempfile.TemporaryDirectory() as cache:
-        for name, dtype, limit in (
+        for name, dtype, limits in (
             ("cold build, fp32 states", "fp32", cold),
-            ("second signature, fp8 states", "fp8", 5.0),
-            ("warm, fp32 states", "fp32", 1.0),
-            ("warm, fp8 states", "fp8", 1.0),
-            ("torch.optim.AdamW(fused=True)", "torch", None),
+            ("second signature, fp8 states", "fp8", (5,)),
+            ("warm, fp32 states", "fp32", (2, 1)),
+            ("warm, fp8 states", "fp8", (2, 1)),
+            ("torch.optim.AdamW(fused=True)", "torch", ()),
         ):
             imported, stepped, backend = first_step(cache, options.device, dtype)
-            target = ""
-            if limit is not None:
-                verdict = "ok" if imported + stepped <= limit else "MISS"
-                target = f"together <= {limit:.0f} s {verdict}"
+            target = "; ".join(
+                f"together <= {limit} s {'ok' if imported + stepped <= limit else 'MISS'}"
+                for limit in limits
+            )
             lines.append(f"| {name} | {imported:.2f} | {stepped:.2f} | {backend} | {target} |")
             print(lines[-1], flush=True)
     options.out.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import inspect
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -100,7 +99,6 @@ def _both(dtype: Any) -> dict[str, Any]:
 
 _MASTER = dict(master_weights=True)
 _REMAINDERS = dict(store_param_remainders=True)
-_TE_MASTER = dict(master_weights=True)
 _TE_REMAINDERS = dict(master_weights=True, store_param_remainders=True)
 _TE = "transformer_engine.pytorch.optimizers"
 _CLIP = dict(max_grad_norm=1.0)
@@ -178,27 +176,27 @@ _PEERS: tuple[tuple[str, str, str, str, dict[str, Any]], ...] = (
     ("bf16 p, fp8 states", "torchao fp8", "torchao.optim", "AdamWFp8", {}),
     ("bf16 p, fp8 states", "bitsandbytes", "bitsandbytes.optim", "AdamW8bit", {}),
     ("bf16 p + fp32 master, fp32 states", "torch fused + copies", __name__, "MasterCopies", {}),
-    ("bf16 p + fp32 master, fp32 states", "transformer_engine", _TE, "FusedAdam", _TE_MASTER),
+    ("bf16 p + fp32 master, fp32 states", "transformer_engine", _TE, "FusedAdam", _MASTER),
     (
         "bf16 p + fp32 master, bf16 states",
         "transformer_engine",
         _TE,
         "FusedAdam",
-        {**_TE_MASTER, **_both(torch.bfloat16)},
+        {**_MASTER, **_both(torch.bfloat16)},
     ),
     (
         "bf16 p + fp32 master, fp16 states",
         "transformer_engine",
         _TE,
         "FusedAdam",
-        {**_TE_MASTER, **_both(torch.float16)},
+        {**_MASTER, **_both(torch.float16)},
     ),
     (
         "bf16 p + fp32 master, fp8 states",
         "transformer_engine",
         _TE,
         "FusedAdam",
-        {**_TE_MASTER, **_both(torch.uint8)},
+        {**_MASTER, **_both(torch.uint8)},
     ),
     ("bf16 p + remainders, fp32 states", "transformer_engine", _TE, "FusedAdam", _TE_REMAINDERS),
     (
@@ -243,25 +241,18 @@ def _maker(module: str, name: str, options: dict[str, Any]) -> Callable[[Groups]
     return lambda groups: getattr(importlib.import_module(module), name)(groups, **options)
 
 
-def _takes(module: Any, name: str, options: dict[str, Any]) -> bool:
-    return set(options) <= set(inspect.signature(getattr(module, name)).parameters)
-
-
 def configs() -> Iterator[Config]:
     """Every config that can be made here, ours first in each form; says what is left out."""
     missing = [name for name in PEERS if importlib.util.find_spec(name) is None]
     if missing:
         print(f"not installed, so not compared: {', '.join(missing)}", flush=True)
-    module = importlib.import_module(OURS)
     for form, name, options in _OURS:
         reads = 2 if form.startswith("clip") else 1
         if form.startswith("norm"):
             for library, where in ((OURS, OURS), ("torch", "torch.nn.utils")):
                 yield Config(form, library, functools.partial(GradientNorm, module=where))
-        elif hasattr(module, name) and _takes(module, name, options):
-            yield Config(form, OURS, _maker(OURS, name, options), gradient_reads=reads)
         else:
-            print(f"not in this fusedopt, so not measured: {form} ({name})", flush=True)
+            yield Config(form, OURS, _maker(OURS, name, options), gradient_reads=reads)
         for peer_form, library, peer_module, peer_name, peer_options in _PEERS:
             if peer_form == form and peer_module.split(".")[0] not in missing:
                 make = _maker(peer_module, peer_name, peer_options)

@@ -38,19 +38,6 @@ class Problem:
         return noise * self.scales * shrunk
 
 
-def unscaled(optimizer: Any, param: Tensor, name: str) -> Tensor:
-    """A state as fp32 values."""
-    value: Tensor
-    if hasattr(optimizer, "get_unscaled_state"):
-        value = optimizer.get_unscaled_state(param, name)
-        return value.to(torch.float32)
-    state = optimizer.state[param]
-    role = fusedopt._Role.MOMENT if name == "exp_avg" else fusedopt._Role.SECOND_MOMENT
-    code = fusedopt._CODES[state[name].dtype]
-    value = fusedopt._decode(code, role, state[name], state.get(f"{name}_scale"))
-    return value
-
-
 def run(problem: Problem, beta2: float) -> list[dict[str, Any]]:
     """One pass over the gradients, all dtypes side by side."""
     optimizers: dict[str, tuple[torch.nn.Parameter, Any]] = {}
@@ -69,9 +56,11 @@ def run(problem: Problem, beta2: float) -> list[dict[str, Any]]:
             optimizer.step()
     rows = []
     for dtype, (param, optimizer) in optimizers.items():
-        second = unscaled(optimizer, param, "exp_avg_sq").double()
+        second = optimizer.get_unscaled_state(param, "exp_avg_sq").double()
         ratio = (second / exp_avg_sq).clamp(min=2.0**-60).log2() / 2  # of the root
-        error = (unscaled(optimizer, param, "exp_avg").double() - exp_avg) / exp_avg_sq.sqrt()
+        error = (
+            optimizer.get_unscaled_state(param, "exp_avg").double() - exp_avg
+        ) / exp_avg_sq.sqrt()
         rows.append(
             dict(
                 dtype=dtype,
