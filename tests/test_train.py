@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -138,9 +139,19 @@ def test_every_option_trains(
 @pytest.mark.parametrize("precision", options("precision"))
 @pytest.mark.parametrize("optimizer", FUSED)
 def test_every_fused_optimizer_in_every_precision(
-    optimizer: str, precision: str, launch: Any
+    optimizer: str,
+    precision: str,
+    launch: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """The table says where the bytes are."""
     assert launch("run", f"optimizer={optimizer}", f"precision={precision}") == 0
+    printed = capsys.readouterr().out
+    for name, value in checkpoint(tmp_path / "run")["optimizer"]["state"][0].items():
+        said = re.search(rf"(?m)^  {name} +([0-9.]+)$", printed)
+        assert said is not None, name
+        assert value.numel() == 1 or float(said[1]) > 0
 
 
 @pytest.mark.parametrize("optimizer", options("optimizer"))
@@ -190,6 +201,10 @@ def test_split_by_file(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------- errors
 
 ERRORS = [
+    (
+        ["optimizer.use_decoupled_grad=true"],
+        ["optimizer.use_decoupled_grad=true", "false is allowed"],
+    ),
     (["optimizer.exp_avg_dtype=fp7"], ["fp7", "fp8_e5m2", "bf16"]),
     (["optimizer.exp_avg_dtyp=fp8"], ["optimizer.exp_avg_dtyp", "exp_avg_sq_dtype"]),
     (["optimizer=unknown"], ["unknown", "fused_adam", "torch_sgd"]),
@@ -252,6 +267,10 @@ def test_resume_from_something_else(
     error = capsys.readouterr().err
     assert error.startswith("error: resume: the checkpoint does not fit")
     assert error.count("\n") == 1
+    assert launch("lean", "optimizer.exp_avg_dtype=fp8") == 0
+    capsys.readouterr()
+    assert launch("again", f"resume={tmp_path / 'lean'}", "optimizer=fused_sgd") == 2
+    assert "(the run had: " in capsys.readouterr().err
     assert launch("again", f"resume={tmp_path / 'run'}", "optimizer=torch_adamw") == 2
     error = capsys.readouterr().err
     assert "leaves nothing to do" in error
