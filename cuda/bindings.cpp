@@ -415,7 +415,7 @@ class GradientLists {
                         });
     };
     const auto known = std::find_if(layouts_.begin(), layouts_.end(), is_it);
-    if (stream.is_capturing()) {  // from now on it is a graph's alone
+    if (stream.is_capturing()) {  // from now on it is for graphs, which are not replayed at once
       if (known != layouts_.end()) {
         captured_.push_back(*known);
         layouts_.erase(known);
