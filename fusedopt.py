@@ -855,6 +855,9 @@ class _State(defaultdict[Any, Any]):
     def __or__(self, other: Any) -> Any:
         return self.copy() | other
 
+    def __ror__(self, other: Any) -> Any:
+        return other | self.copy()
+
     def __reduce__(self) -> Any:
         return defaultdict, (dict, dict(self))
 
@@ -1218,10 +1221,10 @@ def _on(device: torch.device, flag: Tensor | None) -> Tensor | None:
 
 
 def _as_scalar(value: Any, name: str) -> Any:
-    if isinstance(value, tuple | list):
-        if len(value) != 2:
-            raise ValueError(f"{name} must be two numbers, got {value!r}")
-        return tuple(_as_scalar(part, name) for part in value)
+    if name == "betas":
+        if not isinstance(value, tuple | list) or len(value) != 2:
+            raise ValueError(f"betas must be two numbers, got {value!r}")
+        return tuple(_as_scalar(part, "each of betas") for part in value)
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.reshape(())
     return _as_number(value, name)
@@ -1292,7 +1295,7 @@ def _as_number(value: Any, name: str) -> float:
         raise ValueError(f"{name} must be one number, got {value!r}")
     try:
         return float(value)
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):
         raise ValueError(f"{name} must be one number, got {value!r}") from None
 
 
@@ -1785,7 +1788,9 @@ class _FusedOptimizer(torch.optim.Optimizer):
             made = self._plan_of_one(param)
             self._single_plans[param] = made, self._tensors_of(param)
             if not made.plan.step(self.param_groups, None, None):
-                raise RuntimeError("the gradient changed while the step was prepared")
+                raise RuntimeError(
+                    "a gradient has no memory of its own, or changed while the step was prepared"
+                )
 
     def _tensors_of(self, param: Tensor) -> list[Any]:
         """What a plan of one parameter points to, beside the parameter."""
@@ -1921,7 +1926,9 @@ class _FusedOptimizer(torch.optim.Optimizer):
         if not self._gather():
             self._make_plans()
             if not self._gather():
-                raise RuntimeError("gradients changed while the step was prepared")
+                raise RuntimeError(
+                    "gradients have no memory of their own, or changed while the step was prepared"
+                )
         norm_sq = None
         if self.max_grad_norm is not None:
             norm_sq = self._norm_sq(None if scaling.is_checked else found_inf)
@@ -2189,6 +2196,8 @@ class _FusedOptimizer(torch.optim.Optimizer):
         known = (*self._state_names, "master_param")
         for key, param in params.items():
             for name, value in saved_state.get(key, {}).items():
+                if value is None:
+                    continue
                 if name == "step" and not 0 <= _as_number(value, "step") < math.inf:
                     raise ValueError(f"step of parameter {key} is {value} in the checkpoint")
                 if name == "step" or name in _SCALING:
@@ -2198,8 +2207,6 @@ class _FusedOptimizer(torch.optim.Optimizer):
                         f"the checkpoint is of another optimizer: parameter {key} has {name}, "
                         f"{type(self).__name__} keeps {', '.join(self._state_names)}"
                     )
-                if value is None:
-                    continue
                 if not isinstance(value, Tensor):
                     raise ValueError(
                         f"{name} of parameter {key} is of type {type(value).__name__} in the "
@@ -2286,7 +2293,10 @@ class _FusedOptimizer(torch.optim.Optimizer):
             else values
             for key, values in state["state"].items()
         }
-        super().__setstate__({**state, "state": _State(unpacked)})
+        state = {**state, "state": _State(unpacked)}
+        if "max_grad_norm" in state:  # a pickle of before that was checked when set
+            state["_max_grad_norm"] = state.pop("max_grad_norm")
+        super().__setstate__(state)
         for name in ("_in_backward", "_skipped", "_found_inf"):
             self.__dict__.setdefault(name, None)
         self._grad_dtypes = {}

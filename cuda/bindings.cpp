@@ -62,9 +62,11 @@ inline const void* address_of(const c10::TensorImpl& tensor, int64_t element_byt
   return start + tensor.storage_offset() * element_bytes;
 }
 
-// A tensor around other tensors, without memory of its own.
+// A tensor without memory of its own: around other tensors, or without numbers.
 bool is_wrapper(const c10::TensorImpl& tensor) {
-  return tensor.key_set().has(c10::DispatchKey::Python);
+  return !tensor.has_storage() ||
+         (tensor.key_set().has(c10::DispatchKey::Python) && tensor.numel() > 0 &&
+          tensor.unsafe_storage().unsafeGetStorageImpl()->data() == nullptr);
 }
 
 // One number for sizes and strides: two tensors with the same are laid out alike.
@@ -104,7 +106,7 @@ struct Entry {
   int32_t signature;                // -1: watched
 };
 
-// A state or master, and its memory when the plan was made, which is kept.
+// What a plan points to beside parameters, and its memory when the plan was made, which is kept.
 struct StateEntry {
   const c10::TensorImpl* tensor;
   c10::Storage storage;
@@ -485,18 +487,19 @@ class Plan {
     TORCH_CHECK(signature >= 0 && signature < static_cast<int64_t>(kernels_.size()),
                 message("signature ", signature, " of ", kernels_.size()));
     TensorRow row = {};
-    kept_.push_back(step);
     row.param = data.data_ptr();
-    row.step = scalar_pointer(step, "step");
     row.numel = data.numel();
     const auto keep = [&](const at::Tensor& tensor, const char* name) {
       TORCH_CHECK(tensor.device() == device_,
                   message(name, " lies on ", tensor.device(), ", expected ", device_));
       kept_.push_back(tensor);
+      const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+      states_.push_back({impl, tensor.storage(), address_of(*impl, tensor.itemsize())});
     };
+    keep(step, "step");
+    row.step = scalar_pointer(step, "step");
     const auto keep_elements = [&](const at::Tensor& tensor, const char* name) {
       keep(tensor, name);
-      states_.push_back({tensor.unsafeGetTensorImpl(), tensor.storage(), tensor.data_ptr()});
       TORCH_CHECK(
           same_layout(*tensor.unsafeGetTensorImpl(), *data.unsafeGetTensorImpl()),
           message(name, " has sizes ", tensor.sizes(), " and strides ", tensor.strides(),
@@ -661,9 +664,6 @@ class Plan {
     for (size_t i = 0; i < kernels_.size(); ++i) {
       if (!signature_used_[i] || tiles_[i].count == 0) continue;
       const Update update = {args.rows, args.ready, tiles_[i].index, 0, tiles_[i].count};
-#if !defined(FUSEDOPT_CUDA)
-      const py::gil_scoped_release release;  // other threads may run Python meanwhile
-#endif
       for_tiles(update,
                 [&](const Update& part) { return kernels_[i]->update(part, stream.get()); });
     }
@@ -718,7 +718,9 @@ class Plan {
       if (grad == nullptr) continue;
       if (grad->key_set() != plain_keys_) {
         if (grad->layout() != at::kStrided || is_wrapper(*grad)) return false;
-        if (!is_lazy(*grad)) plain_keys_ = grad->key_set();
+        if (!is_lazy(*grad) && !grad->key_set().has(c10::DispatchKey::Python)) {
+          plain_keys_ = grad->key_set();
+        }
       }
       if (entry.signature < 0 || grad->dtype() != entry.grad_dtype || grad->device() != device_ ||
           entry.data->dtype() != entry.data_dtype || layout_key(*entry.data) != entry.layout) {
@@ -800,7 +802,7 @@ class Plan {
       __builtin_prefetch(states_[std::min(i + kAhead, states_.size() - 1)].tensor);
       const c10::StorageImpl* storage = states_[i].tensor->unsafe_storage().unsafeGetStorageImpl();
       if (storage != states_[i].storage.unsafeGetStorageImpl()) return false;
-#if !defined(FUSEDOPT_CUDA)  // where tensors can be moved into shared memory
+#if !defined(FUSEDOPT_CUDA)  // where a storage can be moved into shared memory
       if (address_of(*states_[i].tensor, states_[i].tensor->itemsize()) != states_[i].address) {
         return false;
       }

@@ -177,6 +177,92 @@ def test_state_in_the_users_hands(how: str, device: torch.device, backend: str) 
     assert type(optimizer.state_dict()["state"][0]) is dict
 
 
+def replace_data(tensor: Tensor) -> None:
+    tensor.data = tensor.data.clone()
+
+
+def share(tensor: Tensor) -> None:
+    tensor.share_memory_()
+
+
+@pytest.mark.parametrize("move", [replace_data, share])
+@pytest.mark.parametrize(
+    "name", ["step", "exp_avg", "exp_avg_sq_scale", "master_param", "master_param_scale"]
+)
+def test_one_tensor_of_a_state_gets_other_memory(
+    name: str, move: Callable[[Tensor], None], device: torch.device, backend: str
+) -> None:
+    """It is followed; what lies at the old place is left alone."""
+    twins = [new_param(device, 6000, dtype=torch.bfloat16) for _ in range(2)]
+    twins[1].data.copy_(twins[0].data)
+    options: dict[str, Any] = dict(lr=0.01, master_weights=True, master_weight_dtype="fp16", **FP8)
+    optimizers = [FusedAdam([param], **options) for param in twins]
+    for i in range(4):
+        for param, optimizer in zip(twins, optimizers, strict=True):
+            param.grad = torch.full_like(param, 1.0 + i)
+            optimizer.step()
+        if i == 1:
+            move(optimizers[0].state[twins[0]][name])
+            junk = [torch.full((6000,), 7.0, device=device) for _ in range(20)]
+    assert all((one == 7.0).all() for one in junk)
+    assert torch.equal(*twins)
+    states = [optimizer.state[param] for optimizer, param in zip(optimizers, twins, strict=True)]
+    for key, value in states[0].items():
+        assert torch.equal(value.float(), states[1][key].float()), key
+
+
+def test_states_in_one_buffer(device: torch.device, backend: str) -> None:
+    params = [new_param(device, size) for size in (5, 0, 7)]
+    optimizer = FusedAdam(params, lr=0.1)
+    run(optimizer, params, steps=1)
+    buffer, start = torch.zeros(100, device=device), 0
+    for param in params:
+        for name in ("exp_avg", "exp_avg_sq"):
+            optimizer.state[param][name] = buffer[start : start + param.numel()]
+            start += param.numel()
+    run(optimizer, params, steps=2)
+    assert (buffer[: 2 * 12] != 0).all()
+    assert (buffer[2 * 12 :] == 0).all()
+
+
+class Logged(torch.Tensor):
+    """A subclass with memory of its own."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, f: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        with torch._C._DisableTorchDispatch():
+            return f(*args, **(kwargs or {}))
+
+
+def test_gradients_of_a_subclass(device: torch.device, backend: str) -> None:
+    params = [Parameter(torch.zeros(10, device=device)) for _ in range(2)]
+    optimizer = FusedSGD(params, lr=1.0)
+    for _ in range(2):
+        ones(*params)
+        grad = torch.ones(10, device=device)
+        params[0].grad = torch.Tensor._make_subclass(Logged, grad)
+        optimizer.step()
+    assert all(torch.equal(param, torch.full_like(param, -2.0)) for param in params)
+
+
+def test_gradients_without_memory_are_errors(device: torch.device, backend: str) -> None:
+    param = Parameter(torch.zeros(10, device=device))
+    optimizer = FusedSGD([param], lr=1.0)
+    ones(param)
+    optimizer.step()
+
+    def differentiated(x: Tensor) -> Tensor:
+        param.grad = x * 1
+        optimizer.step()
+        return x.sum()
+
+    with pytest.raises((RuntimeError, TypeError)):
+        torch.func.grad(differentiated)(torch.ones(10, device=device))
+    assert torch.equal(param, torch.full_like(param, -1.0))
+
+
 def test_copies_of_states(device: torch.device, backend: str) -> None:
     param = Parameter(torch.zeros(8, device=device))
     optimizer = FusedSGD([param], lr=1.0, momentum=0.5)
@@ -190,6 +276,7 @@ def test_copies_of_states(device: torch.device, backend: str) -> None:
         copy.deepcopy(dict(state[param])),
         next(iter(pickle.loads(pickle.dumps(state)).values())),
         (state | {})[param],
+        ({} | state)[param],
     ]
     for one in copies:
         assert torch.equal(one["momentum_buffer"], state[param]["momentum_buffer"])
@@ -229,6 +316,15 @@ def test_the_largest_weights_have_fp16_masters(device: torch.device, backend: st
         assert torch.equal(param[256:], before[256:])
 
 
+def test_a_pickle_from_before_limits_were_checked() -> None:
+    optimizer = FusedAdam([Parameter(torch.zeros(4))], max_grad_norm=2.0)
+    content = optimizer.__getstate__()
+    content["max_grad_norm"] = content.pop("_max_grad_norm")
+    again = FusedAdam([Parameter(torch.zeros(4))])
+    again.__setstate__(content)
+    assert again.max_grad_norm == 2.0
+
+
 @pytest.mark.parametrize("value", [-1.0, 0.0, float("nan"), float("inf"), "x"])
 def test_a_max_grad_norm_set_at_run_time_is_checked(value: Any) -> None:
     optimizer = FusedAdam([Parameter(torch.zeros(4))], max_grad_norm=2.0)
@@ -239,7 +335,15 @@ def test_a_max_grad_norm_set_at_run_time_is_checked(value: Any) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("lr", "abc"), ("lr", None), ("betas", (0.9,)), ("betas", (0.9, 0.9, 0.9)), ("eps", None)],
+    [
+        ("lr", "abc"),
+        ("lr", None),
+        ("lr", [0.1, 0.2]),
+        ("betas", (0.9,)),
+        ("betas", (0.9, 0.9, 0.9)),
+        ("eps", None),
+        ("maximize", [0.5, 0.5]),
+    ],
 )
 def test_a_bad_value_of_a_later_group_changes_nothing(
     key: str, value: Any, device: torch.device, backend: str
