@@ -182,7 +182,7 @@ def replace_data(tensor: Tensor) -> None:
 
 
 def share(tensor: Tensor) -> None:
-    tensor.share_memory_()
+    tensor.share_memory_()  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("move", [replace_data, share])
