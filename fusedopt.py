@@ -25,6 +25,7 @@ import hashlib
 import importlib.util
 import logging
 import math
+import operator
 import os
 import platform
 import re
@@ -1214,6 +1215,11 @@ def _sum_of_squares(grads: Iterable[Tensor], device: torch.device) -> Tensor:
     return total
 
 
+def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether two sequences have the same objects; tensors would compare their numbers."""
+    return len(some) == len(others) and all(map(operator.is_, some, others))
+
+
 def _on(device: torch.device, flag: Tensor | None) -> Tensor | None:
     if flag is None or flag.device == device:
         return flag
@@ -1409,11 +1415,8 @@ class _FusedOptimizer(torch.optim.Optimizer):
     def max_grad_norm(self, value: float | None) -> None:
         if value is not None and not 0 < _as_number(value, "max_grad_norm") < math.inf:
             raise ValueError(f"max_grad_norm must be None, or finite and above 0, got {value}")
-        if value is not None and self._in_backward is not None:
-            raise ValueError(
-                f"max_grad_norm={value} needs every gradient before the first step: it cannot be "
-                "combined with step_in_backward()"
-            )
+        if self._in_backward is not None:
+            _reject_in_backward(value)
         self._max_grad_norm = None if value is None else float(value)
 
     @property
@@ -1776,11 +1779,9 @@ class _FusedOptimizer(torch.optim.Optimizer):
     def _step_one(self, param: Tensor) -> None:
         """Step one parameter, which has a gradient, by a plan of its own."""
         made, planned = self._single_plans.get(param, (None, []))
-        tensors = self._tensors_of(param)
         if (
             made is None
-            or len(planned) != len(tensors)
-            or any(a is not b for a, b in zip(planned, tensors, strict=True))
+            or not _are_same(planned, self._tensors_of(param))
             or not made.plan.step(self.param_groups, None, None)
         ):
             if made is not None and made.plan.captured:
@@ -1966,10 +1967,7 @@ class _FusedOptimizer(torch.optim.Optimizer):
         """Whether nobody replaced a tensor of a state, or the storage of an fp8 parameter."""
         return self._version_of_state() == self._planned_state and not (
             self._fp8_parts
-            and any(
-                any(a is not b for a, b in zip(_parts(param), parts, strict=True))
-                for param, parts in self._fp8_parts.items()
-            )
+            and not all(_are_same(_parts(param), parts) for param, parts in self._fp8_parts.items())
         )
 
     def _version_of_state(self) -> tuple[int, int]:
@@ -2495,6 +2493,14 @@ def _over_shards(norm_sq: Tensor, shards: tuple[Any, Any] | None) -> Tensor:
     return norm_sq
 
 
+def _reject_in_backward(max_grad_norm: float | None) -> None:
+    if max_grad_norm is not None:
+        raise ValueError(
+            f"max_grad_norm={max_grad_norm} needs every gradient before the first step: it cannot "
+            "be combined with step_in_backward()"
+        )
+
+
 def step_in_backward(model: torch.nn.Module, optimizer: _FusedOptimizer) -> _StepInBackward:
     """Step each parameter as soon as its gradient is complete, and free the gradient.
 
@@ -2519,11 +2525,7 @@ def step_in_backward(model: torch.nn.Module, optimizer: _FusedOptimizer) -> _Ste
     for name, param in model.named_parameters():
         if param.requires_grad and param not in known:
             raise ValueError(f"{name} is not in the optimizer: its gradient would not be freed")
-    if optimizer.max_grad_norm is not None:
-        raise ValueError(
-            f"max_grad_norm={optimizer.max_grad_norm} needs every gradient before the first step: "
-            "it cannot be combined with step_in_backward()"
-        )
+    _reject_in_backward(optimizer.max_grad_norm)
     if any(group["use_decoupled_grad"] for group in optimizer.param_groups):
         raise ValueError("use_decoupled_grad=True cannot be combined with step_in_backward()")
     if optimizer._in_backward is not None:

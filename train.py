@@ -90,11 +90,9 @@ def as_tensor(contents: list[bytes]) -> Tensor:
 # ---------------------------------------------------------------------------- models (conf/model)
 
 
-def check_sizes(vocab_size: int, **sizes: int) -> None:
-    for name, value, least in (
-        ("vocab_size", vocab_size, 256),
-        *((name, value, 1) for name, value in sizes.items()),
-    ):
+def check_sizes(**sizes: int) -> None:
+    for name, value in sizes.items():
+        least = 256 if name == "vocab_size" else 1
         if type(value) is not int or value < least:
             raise ValueError(f"{name} must be an integer >= {least}, got {value!r}")
 
@@ -126,7 +124,7 @@ class GPT(nn.Module):
 
     def __init__(self, layers: int, heads: int, width: int, context: int, vocab_size: int) -> None:
         super().__init__()
-        check_sizes(vocab_size, layers=layers, heads=heads, width=width, context=context)
+        check_sizes(vocab_size=vocab_size, layers=layers, heads=heads, width=width, context=context)
         if width % heads:
             raise ValueError(f"width must be a multiple of heads, got {width} and {heads}")
         self.context = context
@@ -154,7 +152,7 @@ class MLP(nn.Module):
 
     def __init__(self, last: int, width: int, vocab_size: int) -> None:
         super().__init__()
-        check_sizes(vocab_size, last=last, width=width)
+        check_sizes(vocab_size=vocab_size, last=last, width=width)
         if width % 4:
             raise ValueError(f"width must be a multiple of 4, got {width}")
         self.last = last

@@ -96,6 +96,8 @@ class Row:
         if r.host_new_grads_us is not None and r.host_same_grads_us is not None:
             ratio = r.host_new_grads_us / r.host_same_grads_us
             yield f"new grads {ratio:.2f}x <= 1.5x", ratio <= 1.5
+        if r.host_new_grads_us is not None and r.host_us is not None:  # beside warm caches
+            yield "new grads <= 1.5x host", r.host_new_grads_us <= 1.5 * r.host_us
         if r.launches is not None and r.signatures:
             most = 1 + r.signatures + 2 * form.startswith("clip")
             most = 2 if form.startswith("norm") else most

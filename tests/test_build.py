@@ -64,15 +64,6 @@ KERNEL = ("step", "cpu", ("step.cpp",))
 COUNTER = itertools.count()
 
 
-def load_module(name: str, path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 class Project:
     """A folder with a copy of the module and tiny sources beside it."""
 
@@ -86,7 +77,7 @@ class Project:
 
     def module(self) -> Any:
         """Import a further copy, with nothing remembered: what a new process would see."""
-        return load_module(f"{self.file.stem}{next(COUNTER)}", self.file)
+        return fusedopt._import_file(f"{self.file.stem}{next(COUNTER)}", self.file)
 
     def built(self) -> Path:
         """Build the kernel without loading it: what is loaded once stays loaded."""
@@ -650,7 +641,7 @@ def test_two_copies_step_in_one_process(tmp_path: Path, cache: Path) -> None:
         shutil.copy(fusedopt.__file__, tmp_path / name / f"{name}.py")
         with (tmp_path / name / "cuda" / "bindings.cpp").open("a") as file:
             file.write(f"// {name}\n")  # another binary
-        module = load_module(name, tmp_path / name / f"{name}.py")
+        module: Any = fusedopt._import_file(name, tmp_path / name / f"{name}.py")
         param = torch.nn.Parameter(torch.ones(8))
         param.grad = torch.ones_like(param)
         optimizer = module.FusedSGD([param], lr=0.5)
@@ -663,7 +654,7 @@ def test_two_copies_step_in_one_process(tmp_path: Path, cache: Path) -> None:
 
 def test_the_file_alone_steps(tmp_path: Path) -> None:
     shutil.copy(fusedopt.__file__, tmp_path / "alone.py")
-    module = load_module("alone", tmp_path / "alone.py")
+    module: Any = fusedopt._import_file("alone", tmp_path / "alone.py")
     param = torch.nn.Parameter(torch.ones(5000))
     param.grad = torch.ones_like(param)
     optimizer = module.FusedAdam([param], lr=0.5, exp_avg_dtype="fp8")
