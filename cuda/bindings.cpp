@@ -55,11 +55,15 @@ T* pointer_or_null(const OptionalTensor& tensor) {
   return tensor ? static_cast<T*>(tensor->data_ptr()) : nullptr;
 }
 
-// As TensorImpl::data(), without its checks: what gather reads has been looked at before.
+inline const at::DataPtr* place_of_address(const c10::TensorImpl& tensor) {
+  return &tensor.unsafe_storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
+}
+
+// As TensorImpl::data(), without its checks, which wait for one more cache line: what gather reads
+// has been looked at before.
 inline const void* address_of(const c10::TensorImpl& tensor, int64_t element_bytes) {
-  const auto* start =
-      static_cast<const char*>(tensor.unsafe_storage().unsafeGetStorageImpl()->data());
-  return start + tensor.storage_offset() * element_bytes;
+  return static_cast<const char*>(place_of_address(tensor)->get()) +
+         tensor.storage_offset() * element_bytes;
 }
 
 // A tensor without memory of its own: around other tensors, or without numbers.
@@ -96,7 +100,7 @@ bool same_layout(const c10::TensorImpl& a, const c10::TensorImpl& b) {
 // What a step looks at of each tensor, packed: reading a thousand of them is a matter of cache
 // lines. A tensor without state is only watched: a gradient makes the plan stale.
 struct Entry {
-  c10::TensorImpl* param;  // has the gradient and the version
+  c10::TensorImpl* param;  // has the gradient
   c10::TensorImpl* data;   // whose memory is updated
   const void* address;     // of data when the plan was made
   uint64_t layout;         // likewise
@@ -104,12 +108,13 @@ struct Entry {
   caffe2::TypeMeta data_dtype, grad_dtype;
   uint16_t data_bytes, grad_bytes;  // of an element
   int32_t signature;                // -1: watched
+  c10::VariableVersion version;     // the parameter's own; none of an inference tensor
 };
 
 // What a plan points to beside parameters, and its memory when the plan was made, which is kept.
 struct StateEntry {
   const c10::TensorImpl* tensor;
-  c10::Storage storage;
+  const c10::StorageImpl* storage;
   const void* address;
 };
 
@@ -494,7 +499,9 @@ class Plan {
                   message(name, " lies on ", tensor.device(), ", expected ", device_));
       kept_.push_back(tensor);
       const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
-      states_.push_back({impl, tensor.storage(), address_of(*impl, tensor.itemsize())});
+      kept_storages_.push_back(tensor.storage());
+      states_.push_back(
+          {impl, tensor.storage().unsafeGetStorageImpl(), address_of(*impl, tensor.itemsize())});
     };
     keep(step, "step");
     row.step = scalar_pointer(step, "step");
@@ -562,9 +569,7 @@ class Plan {
           given_.size() == entries_.size(),
           message("got ", given_.size(), " gradients for ", entries_.size(), " parameters"));
     }
-    // Three short passes instead of a long one keep many cache misses in flight; a few entries at a
-    // time stay in the L1 cache from pass to pass.
-    constexpr size_t kAtOnce = 32;
+    // Three short passes instead of a long one keep many cache misses in flight.
     for (size_t begin = 0; begin < entries_.size(); begin += kAtOnce) {
       const size_t end = std::min(begin + kAtOnce, entries_.size());
       find_gradients(begin, end, grads.is_none());
@@ -669,14 +674,16 @@ class Plan {
     }
     // Raw pointers do not tell autograd that a tensor changed. Locked additions wait for each
     // other's cache misses; the reads before them do not.
-    uint32_t versions = 0;
-    for (const Entry& entry : entries_) {
-      if (!entry.param->is_inference())
-        versions += entry.param->version_counter().current_version();
-    }
-    asm volatile("" ::"r"(versions));  // so that they are read
-    for (size_t i = 0; i < entries_.size(); ++i) {
-      if (grads_[i] && !entries_[i].param->is_inference()) entries_[i].param->bump_version();
+    for (size_t begin = 0; begin < entries_.size(); begin += kAtOnce) {
+      const size_t end = std::min(begin + kAtOnce, entries_.size());
+      uint32_t versions = 0;
+      for (size_t i = begin; i < end; ++i) {
+        if (entries_[i].version.enabled()) versions += entries_[i].version.current_version();
+      }
+      asm volatile("" ::"r"(versions));  // so that they are read
+      for (size_t i = begin; i < end; ++i) {
+        if (grads_[i] && entries_[i].version.enabled()) entries_[i].version.bump();
+      }
     }
     copies_.clear();
     given_.clear();
@@ -686,10 +693,12 @@ class Plan {
   bool captured() const { return captured_; }
 
  private:
-  static void prefetch(const void* address) {
-    __builtin_prefetch(address);
-    __builtin_prefetch(static_cast<const char*>(address) + 64);
-    __builtin_prefetch(static_cast<const char*>(address) + 128);
+  static constexpr size_t kAtOnce = 32;  // entries: they stay in the L1 cache from pass to pass
+
+  // What gather reads of a tensor lies between its storage and its keys, on three or four lines.
+  static void prefetch(const c10::TensorImpl* tensor) {
+    const auto* bytes = reinterpret_cast<const char*>(tensor);
+    for (const size_t offset : {16, 80, 144, 175}) __builtin_prefetch(bytes + offset);
   }
 
   // The passes of gather(), each with the processor's registers to itself.
@@ -726,7 +735,7 @@ class Plan {
           entry.data->dtype() != entry.data_dtype || layout_key(*entry.data) != entry.layout) {
         return false;
       }
-      __builtin_prefetch(grad->unsafe_storage().unsafeGetStorageImpl());
+      __builtin_prefetch(place_of_address(*grad));
     }
     return true;
   }
@@ -777,18 +786,19 @@ class Plan {
                 message("a parameter lies on ", data.device(), ", expected ", device_));
     kept_.push_back(param);
     kept_.push_back(data);
-    Entry entry;
+    Entry entry = {};
     entry.param = param.unsafeGetTensorImpl();
     entry.data = data.unsafeGetTensorImpl();
     entry.data_bytes = static_cast<uint16_t>(c10::elementSize(data.scalar_type()));
     entry.grad_bytes = static_cast<uint16_t>(c10::elementSize(grad_dtype));
     entry.address = address_of(*entry.data, entry.data_bytes);
     entry.layout = layout_key(*entry.data);
-    entry.hints[0] = entry.param->autograd_meta();
-    entry.hints[1] = entry.data->unsafe_storage().unsafeGetStorageImpl();
+    entry.hints[0] = &static_cast<const c10::TensorImpl*>(entry.param)->grad();
+    entry.hints[1] = place_of_address(*entry.data);
     entry.data_dtype = data.dtype();
     entry.grad_dtype = c10::scalarTypeToTypeMeta(grad_dtype);
     entry.signature = static_cast<int32_t>(signature);
+    entry.version = entry.param->version_counter();
     entries_.push_back(entry);
     rows_.push_back(row);
     grads_.push_back(nullptr);
@@ -797,18 +807,14 @@ class Plan {
 
   // Whether nobody gave a state other memory, as `state.data = ...` does.
   bool states_are_in_place() const {
-    constexpr size_t kAhead = 16;
-    for (size_t i = 0; i < states_.size(); ++i) {
-      __builtin_prefetch(states_[std::min(i + kAhead, states_.size() - 1)].tensor);
-      const c10::StorageImpl* storage = states_[i].tensor->unsafe_storage().unsafeGetStorageImpl();
-      if (storage != states_[i].storage.unsafeGetStorageImpl()) return false;
+    bool moved = false;  // one branch at the end: no look waits for another one
+    for (const StateEntry& state : states_) {
+      moved |= state.tensor->unsafe_storage().unsafeGetStorageImpl() != state.storage;
 #if !defined(FUSEDOPT_CUDA)  // where a storage can be moved into shared memory
-      if (address_of(*states_[i].tensor, states_[i].tensor->itemsize()) != states_[i].address) {
-        return false;
-      }
+      moved |= address_of(*state.tensor, state.tensor->itemsize()) != state.address;
 #endif
     }
-    return true;
+    return !moved;
   }
 
   static bool is_lazy(const c10::TensorImpl& tensor) {
@@ -953,6 +959,7 @@ class Plan {
   std::vector<const Kernels*> kernels_;
   std::vector<Entry> entries_;
   std::vector<StateEntry> states_;
+  std::vector<c10::Storage> kept_storages_;
   std::vector<at::Tensor> kept_;  // whatever entries and rows point into
   std::vector<c10::TensorImpl*> grad_impls_;
   std::vector<TensorRow> rows_;
