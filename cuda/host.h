@@ -33,10 +33,10 @@ void update_range(const TensorRow row, const Ready<typename S::Rule> ready, int6
 #pragma GCC ivdep
   for (int64_t i = 0; i < whole; ++i) {
     const Span<N> span = {first.offset + i * N, first.last};
-    update_slice<S, N, true, false, N>(row, ready, span, row);
+    update_slice<S, N, true, false>(row, ready, span, row);
   }
   if (begin + whole * N < end) {
-    update_slice<S, N, false, false, N>(row, ready, {begin + whole * N, first.last}, row);
+    update_slice<S, N, false, false>(row, ready, Span<N>{begin + whole * N, first.last}, row);
   }
 }
 

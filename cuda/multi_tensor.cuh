@@ -103,16 +103,23 @@ FUSEDOPT_HD void advance_tensor(const Advance& args, const uint64_t* words, int 
 
 // ---- memory: N elements of a tensor, in registers or on a CPU thread's stack -------------------
 
+constexpr int kTileThreads = 128;  // of a CTA on CUDA
+
+// What a load does: read memory; only start a copy into the thread's stage, a part of shared memory
+// that nobody else looks at; or read that copy.
+enum class From { kMemory, kFetch, kStage };
+
 // Elements of a tensor: runs of kRun that lie kRunStride apart, the first one at offset (which has
 // zeros where the places have bits). Those past the last one are read as the last one, which
 // changes no block's largest element, and are not written.
 constexpr int kRunStride = 128;
 
-template <int kRunLength>
+template <int kRunLength, From kLoads = From::kMemory>
 struct Span {
   static constexpr int kRun = kRunLength;
   int64_t offset;
   int64_t last;
+  uint32_t stage = 0;  // shared address of what the CTA loads next
   static FUSEDOPT_HD int place(int i) { return i / kRun * kRunStride + i % kRun; }
 };
 
@@ -120,12 +127,20 @@ struct Span {
 // The widest piece of memory that one instruction moves. A volatile load stays where it is written:
 // before the first use of any value and before every store.
 template <int kBytes>
-struct Piece {
+struct Piece;
+template <>
+struct Piece<16> {
   uint32_t words[4];
   __device__ __forceinline__ void load(const void* source) {
     asm volatile("ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
                  : "l"(source));
+  }
+  __device__ __forceinline__ void load_stage(uint32_t stage) {
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(stage)
+                 : "memory");
   }
   __device__ __forceinline__ void store(void* target) const {
     __stcs(static_cast<uint4*>(target), make_uint4(words[0], words[1], words[2], words[3]));
@@ -139,6 +154,12 @@ struct Piece<8> {
                  : "=r"(words[0]), "=r"(words[1])
                  : "l"(source));
   }
+  __device__ __forceinline__ void load_stage(uint32_t stage) {
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+                 : "=r"(words[0]), "=r"(words[1])
+                 : "r"(stage)
+                 : "memory");
+  }
   __device__ __forceinline__ void store(void* target) const {
     __stcs(static_cast<uint2*>(target), make_uint2(words[0], words[1]));
   }
@@ -149,14 +170,36 @@ struct Piece<4> {
   __device__ __forceinline__ void load(const void* source) {
     asm volatile("ld.global.cs.u32 %0, [%1];" : "=r"(words[0]) : "l"(source));
   }
+  __device__ __forceinline__ void load_stage(uint32_t stage) {
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(words[0]) : "r"(stage) : "memory");
+  }
   __device__ __forceinline__ void store(void* target) const {
     __stcs(static_cast<uint32_t*>(target), words[0]);
   }
 };
+
+template <int kBytes>
+__device__ __forceinline__ void fetch(const void* source, uint32_t stage) {
+#if __CUDA_ARCH__ < 800
+  Piece<kBytes> piece;
+  piece.load(source);
+  FUSEDOPT_UNROLL
+  for (int i = 0; i < kBytes / 4; ++i) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(stage + 4 * i), "r"(piece.words[i]) : "memory");
+  }
+#else
+  if constexpr (kBytes == 16) {  // the only size that can pass by the L1 cache
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(stage), "l"(source) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(stage), "l"(source), "n"(kBytes)
+                 : "memory");
+  }
+#endif
+}
 #endif
 
-template <bool kWhole, class T, int N, int kRun>
-FUSEDOPT_HD void load(const void* base, Span<kRun> span, T (&out)[N]) {
+template <bool kWhole, class T, int N, int kRun, From kFrom>
+FUSEDOPT_HD void load(const void* base, Span<kRun, kFrom>& span, T (&out)[N]) {
   const T* source = static_cast<const T*>(base);
   if constexpr (kWhole) {
 #ifdef __CUDA_ARCH__
@@ -165,9 +208,20 @@ FUSEDOPT_HD void load(const void* base, Span<kRun> span, T (&out)[N]) {
     constexpr int kOfPiece = sizeof pieces[0] / sizeof(T);
     FUSEDOPT_UNROLL
     for (int i = 0; i < N / kOfPiece; ++i) {
-      pieces[i].load(source + span.offset + span.place(i * kOfPiece));
+      const T* place = source + span.offset + span.place(i * kOfPiece);
+      if constexpr (kFrom == From::kMemory) {
+        pieces[i].load(place);
+      } else {
+        const uint32_t stage = span.stage + threadIdx.x * kBytes;
+        span.stage += kTileThreads * kBytes;
+        if constexpr (kFrom == From::kFetch) {
+          fetch<kBytes>(place, stage);
+        } else {
+          pieces[i].load_stage(stage);
+        }
+      }
     }
-    memcpy(out, pieces, sizeof out);
+    if constexpr (kFrom != From::kFetch) memcpy(out, pieces, sizeof out);
 #else
     memcpy(out, source + span.offset, sizeof out);
 #endif
@@ -180,8 +234,8 @@ FUSEDOPT_HD void load(const void* base, Span<kRun> span, T (&out)[N]) {
   }
 }
 
-template <bool kWhole, class T, int N, int kRun>
-FUSEDOPT_HD void store(void* base, Span<kRun> span, const T (&in)[N]) {
+template <bool kWhole, class T, int N, int kRun, From kFrom>
+FUSEDOPT_HD void store(void* base, Span<kRun, kFrom> span, const T (&in)[N]) {
   T* target = static_cast<T*>(base);
   if constexpr (kWhole) {
 #ifdef __CUDA_ARCH__
@@ -285,15 +339,19 @@ FUSEDOPT_HD Largest largest_finite(const float (&values)[N]) {
 
 template <class Stream, int N>
 struct Slice {
+  static constexpr int kBytes =
+      N * sizeof(typename Stream::Storage) + (Stream::kBlockScaled ? sizeof(float) : 0);
   typename Stream::Storage raw[N];
   float scale;
 
-  template <bool kWhole, int kRun>
-  FUSEDOPT_HD void load(const void* base, const float* scales, Span<kRun> span) {
+  template <bool kWhole, int kRun, From kFrom>
+  FUSEDOPT_HD void load(const void* base, const float* scales, Span<kRun, kFrom>& span) {
     if constexpr (Stream::kBlockScaled) {
       float block[1];
-      const Span<1> blocks = {span.offset >> kScaleBlockBits, span.last >> kScaleBlockBits};
+      Span<1, kFrom> blocks = {span.offset >> kScaleBlockBits, span.last >> kScaleBlockBits,
+                               span.stage};
       fusedopt::load<kWhole>(scales, blocks, block);
+      span.stage = blocks.stage;
       scale = block[0];
     }
     fusedopt::load<kWhole>(base, span, raw);
@@ -301,9 +359,10 @@ struct Slice {
 
   FUSEDOPT_HD void read(float (&values)[N]) const { Stream::decode(raw, scale, values); }
 
-  template <bool kWhole, int kRun, class Math>
-  FUSEDOPT_HD void write(void* base, float* scales, Span<kRun> span, const float (&values)[N],
-                         const Random<N>& random, int stream, Math (&math)[N]) {
+  template <bool kWhole, int kRun, From kFrom, class Math>
+  FUSEDOPT_HD void write(void* base, float* scales, Span<kRun, kFrom> span,
+                         const float (&values)[N], const Random<N>& random, int stream,
+                         Math (&math)[N]) {
     float kept[N];
     FUSEDOPT_UNROLL
     for (int i = 0; i < N; ++i) {
@@ -331,21 +390,23 @@ struct Slice {
 // The states of a rule, one slice each; state n draws random stream n.
 template <int N, int kIndex, class Rule, class... Codes>
 struct States {
-  template <bool kWhole, int kRun>
-  FUSEDOPT_HD void load(const TensorRow&, Span<kRun>) {}
+  static constexpr int kBytes = 0;
+  template <bool kWhole, int kRun, From kFrom>
+  FUSEDOPT_HD void load(const TensorRow&, Span<kRun, kFrom>&) {}
   FUSEDOPT_HD void read(float (&)[kMaxStates][N]) const {}
-  template <bool kWhole, int kRun, class Math>
-  FUSEDOPT_HD void write(const TensorRow&, Span<kRun>, float (&)[kMaxStates][N], const Random<N>&,
-                         Math (&)[N]) {}
+  template <bool kWhole, int kRun, From kFrom, class Math>
+  FUSEDOPT_HD void write(const TensorRow&, Span<kRun, kFrom>, float (&)[kMaxStates][N],
+                         const Random<N>&, Math (&)[N]) {}
 };
 
 template <int N, int kIndex, class Rule, class Code, class... Codes>
 struct States<N, kIndex, Rule, Code, Codes...> {
   Slice<Stream<Code, Rule::kRoles[kIndex]>, N> first;
   States<N, kIndex + 1, Rule, Codes...> rest;
+  static constexpr int kBytes = decltype(first)::kBytes + decltype(rest)::kBytes;
 
-  template <bool kWhole, int kRun>
-  FUSEDOPT_HD void load(const TensorRow& row, Span<kRun> span) {
+  template <bool kWhole, int kRun, From kFrom>
+  FUSEDOPT_HD void load(const TensorRow& row, Span<kRun, kFrom>& span) {
     first.template load<kWhole>(row.states[kIndex], row.state_scales[kIndex], span);
     rest.template load<kWhole>(row, span);
   }
@@ -353,9 +414,9 @@ struct States<N, kIndex, Rule, Code, Codes...> {
     first.read(values[kIndex]);
     rest.read(values);
   }
-  template <bool kWhole, int kRun, class Math>
-  FUSEDOPT_HD void write(const TensorRow& row, Span<kRun> span, float (&values)[kMaxStates][N],
-                         const Random<N>& random, Math (&math)[N]) {
+  template <bool kWhole, int kRun, From kFrom, class Math>
+  FUSEDOPT_HD void write(const TensorRow& row, Span<kRun, kFrom> span,
+                         float (&values)[kMaxStates][N], const Random<N>& random, Math (&math)[N]) {
     first.template write<kWhole>(row.states[kIndex], row.state_scales[kIndex], span, values[kIndex],
                                  random, kIndex, math);
     rest.template write<kWhole>(row, span, values, random, math);
@@ -368,14 +429,16 @@ constexpr int kWeightStream = kMaxStates;  // its random stream
 template <class P, bool kStochastic, class Master, int N>  // a master kept apart; P is only written
 struct Weight {
   Slice<Stream<Master, Role::kWeight>, N> master;
+  static constexpr int kBytes = decltype(master)::kBytes;
 
-  template <bool kWhole, int kRun>
-  FUSEDOPT_HD void load(const TensorRow& row, Span<kRun> span) {
+  template <bool kWhole, int kRun, From kFrom>
+  FUSEDOPT_HD void load(const TensorRow& row, Span<kRun, kFrom>& span) {
     master.template load<kWhole>(row.master, row.master_scale, span);
   }
   FUSEDOPT_HD void read(float (&values)[N]) const { master.read(values); }
-  template <bool kWhole, int kRun>
-  FUSEDOPT_HD void write(const TensorRow& row, Span<kRun> span, float (&values)[N], uint32_t key) {
+  template <bool kWhole, int kRun, From kFrom>
+  FUSEDOPT_HD void write(const TensorRow& row, Span<kRun, kFrom> span, float (&values)[N],
+                         uint32_t key) {
     Exact no_roots[N];
     master.template write<kWhole>(row.master, row.master_scale, span, values, Random<N>(key, span),
                                   kWeightStream, no_roots);
@@ -400,15 +463,17 @@ struct Weight {
 
 template <class P, bool kStochastic, int N>
 struct Weight<P, kStochastic, None, N> {
+  static constexpr int kBytes = N * sizeof(typename P::Storage);
   typename P::Storage raw[N];
 
-  template <bool kWhole, int kRun>
-  FUSEDOPT_HD void load(const TensorRow& row, Span<kRun> span) {
+  template <bool kWhole, int kRun, From kFrom>
+  FUSEDOPT_HD void load(const TensorRow& row, Span<kRun, kFrom>& span) {
     fusedopt::load<kWhole>(row.param, span, raw);
   }
   FUSEDOPT_HD void read(float (&values)[N]) const { decode<P>(raw, values); }
-  template <bool kWhole, int kRun>
-  FUSEDOPT_HD void write(const TensorRow& row, Span<kRun> span, float (&values)[N], uint32_t key) {
+  template <bool kWhole, int kRun, From kFrom>
+  FUSEDOPT_HD void write(const TensorRow& row, Span<kRun, kFrom> span, float (&values)[N],
+                         uint32_t key) {
     if constexpr (kStochastic) {
       P::stochastic(values, Random<N>(key, span), kWeightStream, raw);
     } else {
@@ -420,17 +485,19 @@ struct Weight<P, kStochastic, None, N> {
 
 template <class P, bool kStochastic, class R, int N>
 struct Weight<P, kStochastic, Split<R>, N> {
+  static constexpr int kBytes = N * (sizeof(uint16_t) + sizeof(R));
   uint16_t half[N];
   R remainder[N];
 
-  template <bool kWhole, int kRun>
-  FUSEDOPT_HD void load(const TensorRow& row, Span<kRun> span) {
+  template <bool kWhole, int kRun, From kFrom>
+  FUSEDOPT_HD void load(const TensorRow& row, Span<kRun, kFrom>& span) {
     fusedopt::load<kWhole>(row.param, span, half);
     fusedopt::load<kWhole>(row.master, span, remainder);
   }
   FUSEDOPT_HD void read(float (&values)[N]) const { Split<R>::join(half, remainder, values); }
-  template <bool kWhole, int kRun>
-  FUSEDOPT_HD void write(const TensorRow& row, Span<kRun> span, float (&values)[N], uint32_t key) {
+  template <bool kWhole, int kRun, From kFrom>
+  FUSEDOPT_HD void write(const TensorRow& row, Span<kRun, kFrom> span, float (&values)[N],
+                         uint32_t key) {
     Split<R>::split(values, Random<N>(key, span), kWeightStream, half, remainder);
     store<kWhole>(row.param, span, half);
     store<kWhole>(row.master, span, remainder);
@@ -461,31 +528,34 @@ struct Layout<Signature<R, P, G, M, kStochastic, Codes...>> {
                                     std::is_same_v<M, None> && (std::is_same_v<Codes, F32> && ...);
   static constexpr bool kApproximate = kBlockScaled || kStochastic;
   static constexpr int kElements = kBlockScaled || kWidest < sizeof(float) ? 8 : 4;
-  static constexpr int kThreads = 128;
   // Neighbouring threads access neighbouring pieces of at most 16 bytes.
   static constexpr int kRun = kElements * kWidest > 16 ? 4 : kElements;
   // Where registers are few, a row is read again for the stores rather than kept.
   static constexpr bool kReadsAgain = !kBlockScaled && (!kOnlyFp32 || sizeof...(Codes) == 3);
   // Registers of a thread are bounded, so that enough warps wait for memory at once.
-  static constexpr bool kNeedsMost = M::kBlockScaled || sizeof(typename P::Storage) == 1;
+  static constexpr bool kNeedsMost = M::kBlockScaled || sizeof(typename P::Storage) == 1 ||
+                                     (kBlockScaled && sizeof...(Codes) == 3);
   static constexpr bool kNeedsMore =
       kRun < kElements || ((Codes::kBlockScaled && sizeof(typename Codes::Storage) == 2) || ...);
   static constexpr bool kOnlyWide = (std::is_same_v<M, None> || sizeof(typename M::Storage) == 4) &&
                                     ((sizeof(typename Codes::Storage) == 4) && ...);
-  static constexpr int kBlocksPerMultiprocessor = kElements == 4          ? (kOnlyWide ? 12 : 10)
-                                                  : sizeof...(Codes) == 3 ? 6
-                                                  : kNeedsMost            ? 7
-                                                  : kNeedsMore            ? 8
-                                                                          : 9;
+  // A thread does two slices, both fetched before the first one is computed.
+  static constexpr bool kTwoSlices = kBlockScaled && !kNeedsMost;
+  static constexpr int kBlocksPerMultiprocessor = kElements == 4             ? (kOnlyWide ? 12 : 10)
+                                                  : sizeof...(Codes) == 3    ? 6
+                                                  : !kBlockScaled            ? 9
+                                                  : kNeedsMost || kNeedsMore ? 7
+                                                                             : 8;
   template <int N>
   using WeightOf = Weight<P, kStochastic, M, N>;
   template <int N>
   using StatesOf = States<N, 0, R, Codes...>;
+  static constexpr int kTile = kTileThreads * kElements * (kTwoSlices ? 2 : 1);
 };
 
-template <class S, int N, bool kWhole, bool kUsual, int kRun>
+template <class S, int N, bool kWhole, bool kUsual, int kRun, From kFrom>
 FUSEDOPT_HD void update_slice(const TensorRow& row, const Ready<typename S::Rule>& ready,
-                              Span<kRun> span, const TensorRow& row_in_memory) {
+                              Span<kRun, kFrom> span, const TensorRow& row_in_memory) {
   using Math = std::conditional_t<Layout<S>::kApproximate, Approximate, Exact>;
   using Grad = typename S::Grad;
   typename Layout<S>::template WeightOf<N> weight;
@@ -528,31 +598,75 @@ __device__ __noinline__ void update_unusual_slice(const TensorRow* rows, const v
   const TensorRow row = rows[tensor];
   const auto ready = static_cast<const Ready<typename S::Rule>*>(readies)[tensor];
   if (Layout<S>::kApproximate && whole) {
-    update_slice<S, N, true, false, kRun>(row, ready, span, row);
+    update_slice<S, N, true, false>(row, ready, span, row);
   } else {
-    update_slice<S, N, false, false, kRun>(row, ready, span, row);
+    update_slice<S, N, false, false>(row, ready, span, row);
   }
 }
 
-// One tile: the elements [begin, begin + kTile) of a tensor, of which this thread does N. A single
-// look at everything lets all of it be read side by side.
+// Starts to copy what a slice reads into shared memory.
+template <class S, int N, int kRun>
+__device__ __forceinline__ void fetch_slice(const TensorRow& row,
+                                            const Ready<typename S::Rule>& ready,
+                                            Span<kRun, From::kFetch> span) {
+  typename Layout<S>::template WeightOf<N> weight;
+  typename S::Grad::Storage raw_grad[N];
+  typename Layout<S>::template StatesOf<N> states;
+  weight.template load<true>(row, span);
+  load<true>(ready.grad, span, raw_grad);
+  states.template load<true>(row, span);
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Until all slices but the last kBehind are there.
+template <int kBehind>
+__device__ __forceinline__ void wait_for_slices() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_group %0;" ::"n"(kBehind) : "memory");
+#endif
+}
+
+// One tile: the elements [begin, begin + kTile) of a tensor, of which this thread does N at offset,
+// and as many in the tile's second half if it does two slices. A single look at everything lets all
+// of it be read side by side.
 template <class S, int N, int kRun>
 __device__ __forceinline__ void update_tile(const TensorRow* rows, const void* readies,
-                                            int64_t tensor, int64_t begin, int64_t tile,
-                                            int64_t offset) {
+                                            int64_t tensor, int64_t begin, int64_t offset) {
   const TensorRow row = rows[tensor];  // copied: no store can change them
   const auto ready = static_cast<const Ready<typename S::Rule>*>(readies)[tensor];
   auto addresses = reinterpret_cast<uintptr_t>(ready.grad) |
                    reinterpret_cast<uintptr_t>(row.param) | reinterpret_cast<uintptr_t>(row.master);
   for (int n = 0; n < S::kStates; ++n) addresses |= reinterpret_cast<uintptr_t>(row.states[n]);
-  const bool whole = ready.grad && addresses % 16 == 0 && begin + tile <= row.numel;
-  const Span<kRun> span = {offset, row.numel - 1};
+  const bool whole = ready.grad && addresses % 16 == 0 && begin + Layout<S>::kTile <= row.numel;
+  const int64_t last = row.numel - 1;
+  constexpr int kSlice = kTileThreads * N;
   // Where arithmetic is the bottleneck, what is mostly not needed has code of its own.
   constexpr bool kOnlyUsual = Layout<S>::kApproximate;
   if (whole && (!kOnlyUsual || ready.rule.is_usual())) {
-    update_slice<S, N, true, kOnlyUsual, kRun>(row, ready, span, rows[tensor]);
+    if constexpr (Layout<S>::kTwoSlices) {
+      constexpr int kBytes = kTileThreads * (Layout<S>::template WeightOf<N>::kBytes +
+                                             N * sizeof(typename S::Grad::Storage) +
+                                             Layout<S>::template StatesOf<N>::kBytes);
+      __shared__ alignas(16) char stages[2 * kBytes];
+      const auto stage = static_cast<uint32_t>(__cvta_generic_to_shared(stages));
+      fetch_slice<S, N, kRun>(row, ready, {offset, last, stage});
+      fetch_slice<S, N, kRun>(row, ready, {offset + kSlice, last, stage + kBytes});
+      using Staged = Span<kRun, From::kStage>;
+      wait_for_slices<1>();
+      update_slice<S, N, true, kOnlyUsual>(row, ready, Staged{offset, last, stage}, row);
+      wait_for_slices<0>();
+      update_slice<S, N, true, kOnlyUsual>(row, ready,
+                                           Staged{offset + kSlice, last, stage + kBytes}, row);
+    } else {
+      update_slice<S, N, true, kOnlyUsual>(row, ready, Span<kRun>{offset, last}, rows[tensor]);
+    }
   } else if (ready.grad) {
-    update_unusual_slice<S, N, kRun>(rows, readies, tensor, span, whole);
+    update_unusual_slice<S, N, kRun>(rows, readies, tensor, {offset, last}, whole);
+    if (Layout<S>::kTwoSlices && begin + kSlice <= last) {
+      update_unusual_slice<S, N, kRun>(rows, readies, tensor, {offset + kSlice, last}, whole);
+    }
   }
 }
 
@@ -599,15 +713,15 @@ __device__ __forceinline__ int tensor_of(const TileIndex& index, uint32_t tile) 
 }
 
 template <class S>
-__global__ void __launch_bounds__(Layout<S>::kThreads, Layout<S>::kBlocksPerMultiprocessor)
+__global__ void __launch_bounds__(kTileThreads, Layout<S>::kBlocksPerMultiprocessor)
     update_kernel(const __grid_constant__ Update args) {
-  constexpr int64_t kTile = Layout<S>::kThreads * Layout<S>::kElements;
   const int tensor = tensor_of(args.index, blockIdx.x);
-  const int64_t begin = static_cast<int64_t>(blockIdx.x - args.index.first_tiles[tensor]) * kTile;
+  const int64_t begin =
+      static_cast<int64_t>(blockIdx.x - args.index.first_tiles[tensor]) * Layout<S>::kTile;
   constexpr int kElements = Layout<S>::kElements, kRun = Layout<S>::kRun;
   int offset = threadIdx.x * kElements;
   if (kRun < kElements) offset = threadIdx.x / 32 * 32 * kElements + threadIdx.x % 32 * kRun;
-  update_tile<S, kElements, kRun>(args.rows, args.ready, tensor, begin, kTile, begin + offset);
+  update_tile<S, kElements, kRun>(args.rows, args.ready, tensor, begin, begin + offset);
 }
 
 // The words in the smallest launch that holds them: what is not there need not be sent.
@@ -630,7 +744,7 @@ template <class S>
 constexpr Kernels make_kernels() {
   using Rule = typename S::Rule;
   return {
-      Layout<S>::kThreads * Layout<S>::kElements,
+      Layout<S>::kTile,
       sizeof(Ready<Rule>),
       kHyperparameters<Rule>,
       kMaxWords,
@@ -640,7 +754,7 @@ constexpr Kernels make_kernels() {
         return cudaGetLastError();
       },
       [](const Update& args, void* stream) -> int {
-        update_kernel<S><<<static_cast<unsigned>(args.num_tiles), Layout<S>::kThreads, 0,
+        update_kernel<S><<<static_cast<unsigned>(args.num_tiles), kTileThreads, 0,
                            static_cast<cudaStream_t>(stream)>>>(args);
         return cudaGetLastError();
       },

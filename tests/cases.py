@@ -225,7 +225,7 @@ EVERY = (*CASES, *NARROW, *PRECISIONS)
 
 # Around every vector width, block, tile and limit of the kernels.
 SIZES = [0, 1, 3, 4, 5, 7, 8, 9, 15, 16, 17]
-SIZES += [n + i for n in (256, 512, 1024, 2048, 4096) for i in (-1, 0, 1)]
+SIZES += [n + i for n in (256, 512, 1024, 2048, 4096, 5120, 6144) for i in (-1, 0, 1)]
 LARGE_SIZES = [n + i for n in (16384, 65536) for i in (-1, 0, 1)]
 
 
