@@ -39,6 +39,7 @@ import sysconfig
 import tempfile
 import threading
 import warnings
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -828,10 +829,24 @@ def _unpack(value: Any) -> Any:
 # ---- State that knows when somebody puts another tensor into it --------------------------------
 
 
-class _ParamState(dict[str, Any]):
-    """The state of one parameter. A change of what it holds is counted in `changes[0]`."""
+class _Changes:
+    """Counts what is put into a state or taken out, and tells the optimizer, if it has one."""
 
-    def __init__(self, changes: list[int], *args: Any) -> None:
+    def __init__(self, optimizer: _FusedOptimizer | None) -> None:
+        self.count = 0
+        self.optimizer = None if optimizer is None else weakref.ref(optimizer)
+
+    def note(self) -> None:
+        self.count += 1
+        optimizer = None if self.optimizer is None else self.optimizer()
+        if optimizer is not None and not optimizer._is_preparing:
+            optimizer._forget_plans()  # they would keep what was there alive
+
+
+class _ParamState(dict[str, Any]):
+    """The state of one parameter."""
+
+    def __init__(self, changes: _Changes, *args: Any) -> None:
         self.changes = changes
         super().__init__(*args)
 
@@ -842,8 +857,12 @@ class _ParamState(dict[str, Any]):
 class _State(defaultdict[Any, Any]):
     """The states of all parameters, each a _ParamState."""
 
-    def __init__(self, states: Mapping[Any, Any] | None = None) -> None:
-        self.changes = [0]
+    def __init__(
+        self,
+        states: Mapping[Any, Any] | None = None,
+        optimizer: _FusedOptimizer | None = None,
+    ) -> None:
+        self.changes = _Changes(optimizer)
         super().__init__()
         for key, value in (states or {}).items():
             self[key] = value
@@ -868,7 +887,7 @@ class _State(defaultdict[Any, Any]):
         return made
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self.changes[0] += 1
+        self.changes.note()
         super().__setitem__(key, _ParamState(self.changes, value) if type(value) is dict else value)
 
 
@@ -877,7 +896,7 @@ def _counted(name: str, of: type) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def change(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.changes[0] += 1
+        self.changes.note()
         return method(self, *args, **kwargs)
 
     return change
@@ -938,7 +957,8 @@ def fp8_parameter(tensor: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> t
     factor that torch._scaled_mm wants. Each step takes its scale from the amax of the step before.
 
     Args:
-        tensor: values of any float dtype and shape, finite.
+        tensor: values of any float dtype and shape; an infinite one becomes the largest finite
+            one, which a step's scale goes by.
         dtype: torch.float8_e4m3fn or torch.float8_e5m2.
 
     Returns:
@@ -951,10 +971,17 @@ def fp8_parameter(tensor: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> t
         raise ValueError(f"dtype must be one of {_listed(_FP8_LARGEST)}, got {dtype}")
     if not isinstance(tensor, Tensor):
         raise TypeError(f"an fp8 parameter is made from a tensor, got {type(tensor).__name__}")
+    if not tensor.is_floating_point() or tensor.layout is not torch.strided:
+        raise TypeError(
+            "an fp8 parameter is made from dense numbers of a float dtype, got "
+            f"{tensor.dtype}, {tensor.layout}"
+        )
     values = tensor.detach().float()
-    amax = values.abs().amax() if values.numel() else values.new_zeros(())
+    finite = torch.where(values.isfinite(), values.abs(), 0.0)
+    amax = finite.amax() if finite.numel() else finite.new_zeros(())
     scale = torch.where(amax > 0, _FP8_LARGEST[dtype] / amax, 1.0).clamp(max=_FP32_LARGEST)
-    param = _Fp8Parameter((values * scale).to(dtype))
+    largest = _FP8_LARGEST[dtype]
+    param = _Fp8Parameter((values * scale).clamp(-largest, largest).to(dtype))
     param.fp8_scale, param.fp8_amax, param.fp8_scale_inv = scale, amax, 1 / scale  # type: ignore[attr-defined]
     return param
 
@@ -1010,6 +1037,7 @@ class _Scaling(NamedTuple):
     grad_scale: Tensor | None  # to divide by
     found_inf: Tensor | None  # not zero: skip the step
     is_checked: bool = True  # or else the norm of the gradients has to find out
+    record: dict[str, Any] | None = None  # of a scaler that was handed to step()
 
 
 class _DevicePlan(NamedTuple):
@@ -1297,12 +1325,20 @@ def _write_weight(
 
 
 def _as_number(value: Any, name: str) -> float:
-    if isinstance(value, str | None) or (isinstance(value, Tensor) and value.numel() != 1):
+    if isinstance(value, str | bytes | bytearray | None) or (
+        isinstance(value, Tensor) and value.numel() != 1
+    ):
         raise ValueError(f"{name} must be one number, got {value!r}")
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         raise ValueError(f"{name} must be one number, got {value!r}") from None
+
+
+def _as_switch(value: Any, name: str) -> bool:
+    if isinstance(value, str | bytes | float) or value not in (False, True):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+    return bool(value)
 
 
 def _validate_betas(group: dict[str, Any]) -> None:
@@ -1367,8 +1403,17 @@ class _FusedOptimizer(torch.optim.Optimizer):
         "use_decoupled_grad",
         "stochastic_rounding",
     )
+    _switches: tuple[str, ...] = (
+        "maximize",
+        "capturable",
+        "master_weights",
+        "store_param_remainders",
+        "use_decoupled_grad",
+        "stochastic_rounding",
+    )
     _structure: tuple[str, ...]  # `_modes` and whatever else makes a plan stale when it changes
     _step_supports_amp_scaling = True
+    _is_preparing = False  # a plan of one parameter, by which the plans of others stay
 
     _max_grad_norm: float | None
     grad_norm: Tensor | None  # of the last step, unscaled and before clipping; 0-dim fp32
@@ -1385,11 +1430,11 @@ class _FusedOptimizer(torch.optim.Optimizer):
         self._skipped: Tensor | None = None
         self._found_inf: Tensor | None = None  # where a norm notes it
         self._seed = seed
-        self._grad_none = True if set_grad_none is None else set_grad_none
+        self._grad_none = set_grad_none is None or _as_switch(set_grad_none, "set_grad_none")
         self._grad_dtypes: dict[Tensor, torch.dtype] = {}
         self._forget_plans()
         super().__init__(params, defaults)
-        self.state = _State(self.state)
+        self.state = _State(self.state, self)
 
     def _states(self, group: dict[str, Any]) -> tuple[tuple[str, torch.dtype, _Role], ...]:
         """Name, dtype and role of each state, in the order of the rule's roles."""
@@ -1472,6 +1517,8 @@ class _FusedOptimizer(torch.optim.Optimizer):
                     f"{name} is one for the whole optimizer: give it to the constructor, "
                     "not to a group"
                 )
+        for name in self._switches:
+            group[name] = _as_switch(group[name], name)
         for name in ("lr", "weight_decay"):
             if not 0 <= _as_number(group[name], name) < math.inf:
                 raise ValueError(f"{name} must be finite and at least 0, got {group[name]}")
@@ -1493,8 +1540,8 @@ class _FusedOptimizer(torch.optim.Optimizer):
             )
         if group["master_weight_bits"] and group["store_param_remainders"]:
             raise ValueError(
-                "store_param_remainders=True keeps a 32-bit master: "
-                "it cannot be combined with master_weight_bits=24"
+                "store_param_remainders=True keeps a 32-bit master and master_weight_bits=24 one "
+                "of 24 bits: give one of them"
             )
 
     def _own_lr(self, group: dict[str, Any]) -> None:
@@ -1518,6 +1565,16 @@ class _FusedOptimizer(torch.optim.Optimizer):
             raise ValueError(
                 f"{name} is fp8 and needs master_weights=True: an update is smaller than what fp8 "
                 "can resolve"
+            )
+        if isinstance(param, _Fp8Parameter) and param.dtype not in _FP8_LARGEST:
+            raise TypeError(
+                f"{name} is an fp8 parameter that was cast to {param.dtype}: its numbers are "
+                "codes. Leave it out of .to(dtype), or take fp8_dequantize() of it before"
+            )
+        if place.data.is_neg() or place.data.is_conj():
+            raise TypeError(
+                f"{name} is a view that negates other numbers, expected numbers of its own: "
+                ".resolve_neg()"
             )
         if place.scaling is None and place.data.dtype not in _PARAM_DTYPES:
             raise TypeError(
@@ -1728,6 +1785,8 @@ class _FusedOptimizer(torch.optim.Optimizer):
                 "run one eager step or call init_state() first"
             )
         rows: dict[torch.device, list[_Row]] = {}
+        present = {param for group in self.param_groups for param in group["params"]}
+        self._grad_dtypes = {p: dtype for p, dtype in self._grad_dtypes.items() if p in present}
         for index, group in enumerate(self.param_groups):
             self._validate(group)
             for i, param in enumerate(group["params"]):
@@ -1757,8 +1816,10 @@ class _FusedOptimizer(torch.optim.Optimizer):
                 made.plan.prepare_norm(_load_gradient_kernels(made.backend))
         if self._plans:
             device = self._plans[0].device
-            if self.grad_norm is None or self.grad_norm.device != device:
-                self.grad_norm = torch.zeros((), device=device)
+            if self.max_grad_norm is not None and (
+                self.grad_norm is None or self.grad_norm.device != device
+            ):
+                self.grad_norm = torch.zeros((), dtype=torch.float32, device=device)
 
     def _row(self, param: Tensor, index: int, name: str, every: bool) -> _Row:
         """One parameter of a plan, checked."""
@@ -1770,11 +1831,33 @@ class _FusedOptimizer(torch.optim.Optimizer):
             self._check_shapes(param, name)
             self._grad_dtypes[param] = grad.dtype
         used = grad is not None or param in self.state or (every and param.requires_grad)
+        if used and grad is None:
+            used = self._can_have_state(param, name, group, every)
         kept = torch.float32 if not used else _weight_of(param).data.dtype
         likely = kept if kept in _PARAM_DTYPES else torch.bfloat16
         if used and not group["use_decoupled_grad"] and param.grad_dtype in _PARAM_DTYPES:
             likely = param.grad_dtype
         return _Row(param, index, self._grad_dtypes.get(param, likely) if used else None)
+
+    def _can_have_state(self, param: Tensor, name: str, group: dict[str, Any], every: bool) -> bool:
+        """Whether a parameter without a gradient is fit for a step; it must not stop the others.
+
+        Args:
+            param: the parameter.
+            name: what errors call it.
+            group: its group.
+            every: raise if it is unfit: its state was asked for.
+        """
+        if torch.nn.parameter.is_lazy(param):
+            return False
+        try:
+            self._check_param(param, name, group)
+            self._check_shapes(param, name)
+        except (TypeError, ValueError, RuntimeError):
+            if every:
+                raise
+            return False
+        return True
 
     def _step_one(self, param: Tensor) -> None:
         """Step one parameter, which has a gradient, by a plan of its own."""
@@ -1802,7 +1885,12 @@ class _FusedOptimizer(torch.optim.Optimizer):
             for i, other in enumerate(group["params"]):
                 if other is param:
                     row = self._row(param, index, f"parameter {i} of group {index}", False)
-                    return self._prepare(param.device, [row])()
+                    finish = self._prepare(param.device, [row])
+                    self._is_preparing = True  # the plans of other parameters stay
+                    try:
+                        return finish()
+                    finally:
+                        self._is_preparing = False
         raise AssertionError("a hook of a parameter that is not in the optimizer")
 
     def _prepare(self, device: torch.device, rows: list[_Row]) -> Callable[[], _DevicePlan]:
@@ -1931,10 +2019,12 @@ class _FusedOptimizer(torch.optim.Optimizer):
                     "gradients have no memory of their own, or changed while the step was prepared"
                 )
         norm_sq = None
-        if self.max_grad_norm is not None:
+        if self.max_grad_norm is not None or not scaling.is_checked:
             norm_sq = self._norm_sq(None if scaling.is_checked else found_inf)
             if not scaling.is_checked:
                 self._note_skip(found_inf)
+            if self.max_grad_norm is None:
+                norm_sq = None
         grad_norm = None if norm_sq is None else self.grad_norm
         gathered = [made for made in self._plans if made.plan.gathered]
         if grad_norm is not None and not gathered:
@@ -1951,6 +2041,8 @@ class _FusedOptimizer(torch.optim.Optimizer):
             )
             if grad_norm is not None and local_norm is not None and local_norm is not grad_norm:
                 grad_norm.copy_(local_norm)
+        if scaling.record is not None:
+            scaling.record["stage"] = OptState.STEPPED
         return loss
 
     def _is_simple(self) -> bool:
@@ -1972,8 +2064,8 @@ class _FusedOptimizer(torch.optim.Optimizer):
 
     def _version_of_state(self) -> tuple[int, int]:
         if type(self.state) is not _State:  # the user set another dict
-            self.state = _State(self.state)
-        return id(self.state), self.state.changes[0]
+            self.state = _State(self.state, self)
+        return id(self.state), self.state.changes.count
 
     def _note_skip(self, found_inf: Tensor | None) -> None:
         if found_inf is not None:
@@ -1994,7 +2086,9 @@ class _FusedOptimizer(torch.optim.Optimizer):
             flags = [found_inf]
         elif found_inf is not None:
             found_inf.zero_()
-            flags = [torch.zeros((), device=made.device) for made in self._plans]
+            flags = [
+                torch.zeros((), dtype=torch.float32, device=made.device) for made in self._plans
+            ]
         for made, flag in zip(self._plans, flags, strict=True):
             sums.append(made.plan.norm_sq(self.param_groups, flag))
             if found_inf is not None and flag is not None and flag is not found_inf:
@@ -2007,11 +2101,15 @@ class _FusedOptimizer(torch.optim.Optimizer):
 
     def _gather(self) -> bool:
         if not self._plans:
-            return all(
-                self._gradient(param, group) is None
-                for group in self.param_groups
-                for param in group["params"]
-            )
+            every = [(p, group) for group in self.param_groups for p in group["params"]]
+            if any(self._gradient(*each) is not None for each in every):
+                return False
+            if any(param.grad is not None for param, _ in every):
+                _warn_once(
+                    "use_decoupled_grad=True reads p.decoupled_grad, which no parameter has: "
+                    "p.grad is not used"
+                )
+            return True
         return all(
             made.plan.fits(self.param_groups)
             and made.plan.gather(
@@ -2027,6 +2125,11 @@ class _FusedOptimizer(torch.optim.Optimizer):
             return self._scaling_of(grad_scaler)
         grad_scale = self.__dict__.get("grad_scale")  # GradScaler.step sets both for a while
         found_inf = self.__dict__.get("found_inf")
+        if found_inf is not None and self._is_decoupled():
+            raise RuntimeError(
+                "scaler.step(optimizer) looks for infinities in p.grad only: with "
+                "use_decoupled_grad=True call optimizer.step(grad_scaler=scaler)"
+            )
         if isinstance(found_inf, Tensor):
             return _Scaling(grad_scale, found_inf.reshape(()))
         return _Scaling(grad_scale, None)
@@ -2037,16 +2140,29 @@ class _FusedOptimizer(torch.optim.Optimizer):
             raise RuntimeError("grad_scaler has scaled no loss yet: call grad_scaler.scale(loss)")
         record = grad_scaler._per_optimizer_states[id(self)]
         scale = grad_scaler._get_scale_async()
-        if record["stage"] is OptState.READY and self.max_grad_norm is not None:
+        if record["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has been called already since the scaler's last update()")
+        if record["stage"] is OptState.UNSCALED and self._is_decoupled():
+            raise RuntimeError(
+                "scaler.unscale_() divides p.grad only: with use_decoupled_grad=True leave it to "
+                "optimizer.step(grad_scaler=scaler)"
+            )
+        if record["stage"] is OptState.READY and (
+            self.max_grad_norm is not None or self._is_decoupled()
+        ):
             if self._found_inf is None or self._found_inf.device != scale.device:
-                self._found_inf = torch.zeros((), device=scale.device)
+                self._found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
             record["found_inf_per_device"] = {scale.device: self._found_inf}
-            return _Scaling(scale, self._found_inf, is_checked=False)
+            return _Scaling(scale, self._found_inf, False, record)
         if record["stage"] is OptState.READY:
             grad_scaler._check_inf_per_device(self)
         flags = [flag.to(scale.device) for flag in record["found_inf_per_device"].values()]
         found_inf = torch.stack(flags).sum(dim=0).reshape(()) if flags else None
-        return _Scaling(None if record["stage"] is OptState.UNSCALED else scale, found_inf)
+        is_scaled = record["stage"] is OptState.READY
+        return _Scaling(scale if is_scaled else None, found_inf, record=record)
+
+    def _is_decoupled(self) -> bool:
+        return any(group["use_decoupled_grad"] for group in self.param_groups)
 
     # -- checkpoints
 
@@ -2262,8 +2378,10 @@ class _FusedOptimizer(torch.optim.Optimizer):
 
     def _torch_state(self, param: Tensor, form: _Form) -> dict[str, Any]:
         state = self.state[param]
-        states = {
+        states = {  # zeros of an option that was switched on since the last step
             name: _unscaled(state[name], state.get(f"{name}_scale"), role)
+            if name in state
+            else torch.zeros_like(_weight_of(param).data, dtype=torch.float32, requires_grad=False)
             for name, _, role in form.states
         }
         return {"step": state["step"].clone(), **states}
@@ -2291,7 +2409,7 @@ class _FusedOptimizer(torch.optim.Optimizer):
             else values
             for key, values in state["state"].items()
         }
-        state = {**state, "state": _State(unpacked)}
+        state = {**state, "state": _State(unpacked, self)}
         if "max_grad_norm" in state:  # a pickle of before that was checked when set
             state["_max_grad_norm"] = state.pop("max_grad_norm")
         super().__setstate__(state)
@@ -2397,16 +2515,23 @@ def clip_grad_norm_(
         are DTensors count with all their shards.
 
     Raises:
-        ValueError: max_norm is negative or NaN.
+        TypeError: one of parameters is no tensor.
+        ValueError: max_norm is negative or NaN, or norm_type is no number.
         RuntimeError: the norm is infinite or NaN, and that was to be an error; no gradient changed.
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not _as_number(max_norm, "max_norm") >= 0:
         raise ValueError(f"max_norm must be 0 or more, got {max_norm}")
+    norm_type = _as_number(norm_type, "norm_type")
+    if math.isnan(norm_type):
+        raise ValueError(f"norm_type must be a number, got {norm_type}")
+    for param in parameters:
+        if not isinstance(param, Tensor):
+            raise TypeError(f"parameters must be tensors, got {type(param).__name__}")
     first = next((param.grad for param in parameters if param.grad is not None), None)
     if first is None:
-        return torch.zeros(())
-    parts = _parts_of_norm(parameters, first.device) if float(norm_type) == 2.0 else None
+        return torch.zeros((), dtype=torch.float32)
+    parts = _parts_of_norm(parameters, first.device) if norm_type == 2 else None
     if parts is None:
         return _torchs_clip(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     sums = [_over_shards(part.grads.norm_sq(), part.shards) for part in parts]
@@ -2414,8 +2539,7 @@ def clip_grad_norm_(
     total = sums[0]
     if len(sums) > 1:
         total = torch.stack([part.to(device) for part in sums]).sum(dim=0)
-    if error_if_nonfinite and not total.isfinite():
-        raise RuntimeError(f"the norm of the gradients is {float(total.sqrt())}; none was changed")
+    _reject_nonfinite(total, error_if_nonfinite)
     norms = [part.grads.clip(_on(part.device, total), float(max_norm)) for part in parts]
     norm = norms[0]
     assert isinstance(norm, Tensor)
@@ -2452,9 +2576,42 @@ def _parts_of_norm(parameters: list[Tensor], device: torch.device) -> list[_Part
     return parts
 
 
-def _torchs_clip(*arguments: Any) -> Tensor:
-    norm = torch.nn.utils.clip_grad_norm_(*arguments)
-    return norm if _shards_of(norm) is None else norm.full_tensor()  # type: ignore[attr-defined]
+def _torchs_clip(
+    parameters: list[Tensor],
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+    foreach: bool | None,
+) -> Tensor:
+    """What is not for the kernels; in torch itself a norm of fp16 gradients is fp16."""
+    grads = [param.grad for param in parameters if param.grad is not None]
+    if norm_type != 2 or not all(
+        grad.dtype in _PARAM_DTYPES
+        and grad.layout is torch.strided
+        and not is_traceable_wrapper_subclass(grad)
+        for grad in grads
+    ):
+        norm = torch.nn.utils.clip_grad_norm_(
+            parameters, max_norm, norm_type, error_if_nonfinite, foreach
+        )
+        return norm if _shards_of(norm) is None else norm.full_tensor()  # type: ignore[attr-defined]
+    device = grads[0].device
+    total = sum(_sum_of_squares([grad], grad.device).to(device) for grad in grads)
+    assert isinstance(total, Tensor)
+    _reject_nonfinite(total, error_if_nonfinite)
+    norm = total.sqrt().float().reshape(())
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for grad in grads:
+        # In two steps: torch's copy of fp32 into a negating view of fp16 forgets the sign.
+        grad.copy_((grad.float() * factor.to(grad.device)).to(grad.dtype))
+    return norm
+
+
+def _reject_nonfinite(norm_sq: Tensor, is_error: bool) -> None:
+    if is_error and not norm_sq.isfinite():
+        raise RuntimeError(
+            f"the norm of the gradients is {float(norm_sq.sqrt())}; none was changed"
+        )
 
 
 _gradient_lists: dict[torch.device, Any] = {}  # what was sent to a device stays there
@@ -2520,7 +2677,11 @@ def step_in_backward(model: torch.nn.Module, optimizer: _FusedOptimizer) -> _Ste
             max_grad_norm or use_decoupled_grad, which need all gradients first.
     """
     if not isinstance(optimizer, _FusedOptimizer):
-        raise TypeError(f"an optimizer of this module is needed, got {type(optimizer).__name__}")
+        raise TypeError(
+            f"optimizer must be a FusedAdam, FusedSGD or FusedLion, got {type(optimizer).__name__}"
+        )
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     known = {param for group in optimizer.param_groups for param in group["params"]}
     for name, param in model.named_parameters():
         if param.requires_grad and param not in known:
@@ -2594,6 +2755,7 @@ class FusedAdam(_FusedOptimizer):
     )
     _modes = (*_FusedOptimizer._modes, "exp_avg_dtype", "exp_avg_sq_dtype")
     _structure = (*_modes, "amsgrad")
+    _switches = (*_FusedOptimizer._switches, "amsgrad", "bias_correction", "adam_w_mode")
 
     def __init__(
         self,
@@ -2734,6 +2896,12 @@ class FusedSGD(_FusedOptimizer):
     )
     _modes = (*_FusedOptimizer._modes, "momentum_dtype")
     _structure = (*_modes, "momentum")
+    _switches = (
+        *_FusedOptimizer._switches,
+        "nesterov",
+        "wd_after_momentum",
+        "materialize_master_grads",
+    )
 
     def __init__(
         self,
@@ -2765,6 +2933,7 @@ class FusedSGD(_FusedOptimizer):
         super().__init__(locals())
 
     def _validate(self, group: dict[str, Any]) -> None:
+        super()._validate(group)
         if not 0 <= _as_number(group["momentum"], "momentum") < math.inf:
             raise ValueError(f"momentum must be finite and at least 0, got {group['momentum']}")
         if not math.isfinite(_as_number(group["dampening"], "dampening")):
@@ -2775,11 +2944,10 @@ class FusedSGD(_FusedOptimizer):
                 f"momentum={group['momentum']}, dampening={group['dampening']}"
             )
         group["momentum_dtype"] = _as_code(group["momentum_dtype"], "momentum_dtype")
-        super()._validate(group)
 
     def _states(self, group: dict[str, Any]) -> tuple[tuple[str, torch.dtype, _Role], ...]:
-        if group["momentum"] == 0:
-            return ()
+        if not isinstance(group["momentum"], Tensor) and group["momentum"] == 0:
+            return ()  # a tensor may change while nobody looks
         return (("momentum_buffer", group["momentum_dtype"], _Role.MOMENT),)
 
     def _update(

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import csv
 import glob
+import json
 import math
 import os
 import pickle
 import resource
+import shutil
 import signal
 import statistics
 import sys
@@ -37,7 +39,7 @@ from hydra.errors import HydraException, MissingConfigException
 from hydra.types import RunMode
 from hydra.utils import get_object, instantiate, to_absolute_path
 from matplotlib.figure import Figure
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 from tqdm import tqdm  # type: ignore[import-untyped]
@@ -48,6 +50,18 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 class ConfigError(ValueError):
     """A setting that cannot work: shown as one line, without a traceback."""
+
+
+def spelled(value: Any) -> str:
+    """A value as the command line spells it."""
+    return json.dumps(value, default=str)
+
+
+def options_with(group: str, key: str) -> str:
+    """The options of a group that have this key."""
+    files = sorted((CONF / group).glob("*.yaml"))
+    found = [file.stem for file in files if key in set(OmegaConf.load(file))]
+    return f"{group}={', '.join(found)}" if found else ""
 
 
 # ---------------------------------------------------------------------------- data (conf/data)
@@ -64,7 +78,7 @@ def text(path: str | None) -> tuple[Tensor, Tensor]:
     """Any file, every file of a folder, or whatever a glob finds."""
     if not path:
         raise ValueError("data.path must be a file, a folder or a glob, got none")
-    root = Path(to_absolute_path(path))
+    root = Path(to_absolute_path(str(path)))
     found = root.rglob("*") if root.is_dir() else map(Path, glob.glob(str(root), recursive=True))
     return split([file for file in found if file.is_file()], root)
 
@@ -84,7 +98,8 @@ def split(files: list[Path], source: Path) -> tuple[Tensor, Tensor]:
 
 
 def as_tensor(contents: list[bytes]) -> Tensor:
-    return torch.frombuffer(bytearray(b"".join(contents)) or bytearray(1), dtype=torch.uint8)
+    joined = bytearray(b"".join(contents))
+    return torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0)
 
 
 # ---------------------------------------------------------------------------- models (conf/model)
@@ -194,14 +209,16 @@ class Trainer:
         for name, kind in self.__annotations__.items():
             value, least = getattr(self, name), 0 if name in may_be_zero else 1
             if kind == "int" and (type(value) is not int or value < least):
-                raise ConfigError(f"trainer.{name} must be an integer >= {least}, got {value!r}")
+                raise ConfigError(
+                    f"trainer.{name} must be an integer >= {least}, got {spelled(value)}"
+                )
             if kind == "bool" and type(value) is not bool:
-                raise ConfigError(f"trainer.{name} must be true or false, got {value!r}")
+                raise ConfigError(f"trainer.{name} must be true or false, got {spelled(value)}")
         if not (isinstance(self.final_lr, (int, float)) and 0 <= self.final_lr <= 1):
-            raise ConfigError(f"trainer.final_lr must lie in [0, 1], got {self.final_lr!r}")
+            raise ConfigError(f"trainer.final_lr must lie in [0, 1], got {spelled(self.final_lr)}")
         norm = self.max_grad_norm
         if not (norm is None or (isinstance(norm, (int, float)) and norm > 0)):
-            raise ConfigError(f"trainer.max_grad_norm must be null or > 0, got {norm!r}")
+            raise ConfigError(f"trainer.max_grad_norm must be null or > 0, got {spelled(norm)}")
 
 
 class Run:
@@ -209,27 +226,29 @@ class Run:
 
     def __init__(self, config: DictConfig, folder: Path, overrides: list[str]) -> None:
         self.folder, self.overrides = folder, overrides
-        self.trainer = trainer = Trainer(**config.trainer)
+        self.trainer = trainer = build_trainer(config.trainer)
         self.device = pick_device(config.device)
         check_combination(config, trainer)
         self.autocast = DTYPES.get(config.precision.autocast)
         if type(config.seed) is not int or not 0 <= config.seed < 2**63:
-            raise ConfigError(f"seed must be an integer in [0, 2**63), got {config.seed!r}")
+            raise ConfigError(f"seed must be an integer in [0, 2**63), got {spelled(config.seed)}")
         torch.manual_seed(config.seed)
         self.sampler = torch.Generator().manual_seed(config.seed)
         self.train_bytes, self.validation_bytes = (
             part.to(self.device) for part in build("data", config.data)
         )
-        sizes = [len(self.train_bytes), len(self.validation_bytes)]
+        sizes = len(self.train_bytes), len(self.validation_bytes)
         if min(sizes) <= trainer.seq_len:
             raise ConfigError(
-                f"data: must exceed trainer.seq_len={trainer.seq_len} bytes, got {sizes}"
+                "data: the training and the validation text must each have more than "
+                f"trainer.seq_len={trainer.seq_len} bytes, got {sizes[0]} and {sizes[1]}"
             )
         self.model = build("model", config.model)
         self.model.to(self.device, DTYPES[config.precision.param_dtype])
         if trainer.seq_len > getattr(self.model, "context", math.inf):
             raise ConfigError(
-                f"trainer.seq_len must be <= {self.model.context}, the model's context"
+                f"trainer.seq_len must be <= {self.model.context}, the model's context, "
+                f"got {trainer.seq_len}"
             )
         self.predict = torch.compile(self.model) if trainer.compile else self.model
         self.gradients = GradientPeak(self.model)
@@ -243,12 +262,20 @@ class Run:
         self.rows: list[dict[str, float]] = []  # of metrics.csv
 
 
+def build_trainer(node: DictConfig) -> Trainer:
+    names = [*Trainer.__annotations__]
+    for key in node:
+        if key not in names:
+            raise ConfigError(f"there is no trainer.{key}; allowed: {', '.join(names)}")
+    return Trainer(**node)
+
+
 def pick_device(name: str) -> torch.device:
     """`auto` is the GPU where there is one."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     allowed = ["auto", "cpu", *["cuda"][:gpus], *(f"cuda:{i}" for i in range(gpus))]
     if name not in allowed:
-        raise ConfigError(f"device must be one of {', '.join(allowed)} here, got {name!r}")
+        raise ConfigError(f"device must be one of {', '.join(allowed)} here, got {spelled(name)}")
     device = torch.device(name if name != "auto" else "cuda" if gpus else "cpu")
     if device.type == "cuda":
         device = torch.device("cuda", device.index or 0)
@@ -259,14 +286,23 @@ def pick_device(name: str) -> torch.device:
 def check_combination(config: DictConfig, trainer: Trainer) -> None:
     """What one group asks for, another must be able to give."""
     precision, fused = config.precision, "master_weights" in config.optimizer
+    needs_fused = f"needs a fused optimizer ({options_with('optimizer', 'master_weights')})"
     for key, allowed in (("param_dtype", [*DTYPES]), ("autocast", [*DTYPES, None])):
         if precision[key] not in allowed:
-            raise ConfigError(f"precision.{key} must be one of {allowed}, got {precision[key]!r}")
+            listed = ", ".join(name or "null" for name in allowed)
+            got = spelled(precision[key])
+            raise ConfigError(f"precision.{key} must be one of {listed}, got {got}")
+    for key in ("loss_scaling", "master_weights", "store_param_remainders"):
+        if type(precision[key]) is not bool:
+            got = spelled(precision[key])
+            raise ConfigError(f"precision.{key} must be true or false, got {got}")
     for key in ("master_weights", "store_param_remainders", "state_dtype"):
         if precision[key] and not fused:
-            name = config.optimizer._target_
-            asked = f"precision.{key}={precision[key]} needs a fused optimizer, got {name}"
-            raise ConfigError(f"{asked}; with it, precision=fp32, bf16_amp or fp16 is allowed")
+            asked = f"precision.{key}={spelled(precision[key])} {needs_fused}"
+            raise ConfigError(
+                f"{asked}, got {config.optimizer._target_}; with it, precision=fp32, bf16_amp or "
+                "fp16 is allowed"
+            )
     if config.optimizer.get("use_decoupled_grad"):
         raise ConfigError(
             "optimizer.use_decoupled_grad=true needs a p.decoupled_grad, which train.py does not "
@@ -274,10 +310,20 @@ def check_combination(config: DictConfig, trainer: Trainer) -> None:
         )
     if trainer.grad_release:
         if not fused:
-            raise ConfigError("trainer.grad_release=true needs a fused optimizer")
-        if trainer.accumulate > 1 or trainer.max_grad_norm or precision.loss_scaling:
-            others = "trainer.accumulate > 1, trainer.max_grad_norm or precision.loss_scaling"
-            raise ConfigError(f"trainer.grad_release=true cannot be combined with {others}")
+            raise ConfigError(
+                f"trainer.grad_release=true {needs_fused}, got {config.optimizer._target_}; with "
+                "it, trainer.grad_release=false is allowed"
+            )
+        for key, got, allowed in (
+            ("trainer.accumulate", trainer.accumulate, 1),
+            ("trainer.max_grad_norm", trainer.max_grad_norm, None),
+            ("optimizer.max_grad_norm", config.optimizer.get("max_grad_norm"), None),
+            ("precision.loss_scaling", precision.loss_scaling, False),
+        ):
+            if got != allowed:
+                raise ConfigError(
+                    f"trainer.grad_release=true needs {key}={spelled(allowed)}, got {spelled(got)}"
+                )
 
 
 def build(section: str, node: DictConfig, *arguments: Any) -> Any:
@@ -300,7 +346,7 @@ def build_optimizer(config: DictConfig, model: nn.Module, device: torch.device) 
     if config.trainer.grad_release:
         try:
             get_object(config.trainer.step_in_backward)(model, optimizer)
-        except (ImportError, AttributeError, ValueError) as error:
+        except (ImportError, AttributeError, TypeError, ValueError) as error:
             raise ConfigError(f"trainer.grad_release: {error}") from error
     return optimizer
 
@@ -642,7 +688,7 @@ def restore(run: Run, content: dict[str, Any]) -> None:
     if content["step"] >= run.trainer.steps:
         raise ConfigError(
             f"resume: the checkpoint is at step {content['step']}, trainer.steps="
-            f"{run.trainer.steps} leaves nothing to do"
+            f"{run.trainer.steps} leaves nothing to do; give trainer.steps > {content['step']}"
         )
     states = content["optimizer"]["state"].values()
     names = {name for state in states for name in state}
@@ -752,14 +798,17 @@ def draw_losses(run: Run) -> None:
 def main(config: DictConfig) -> float:
     """One run, from its settings to its table."""
     job = HydraConfig.get()
-    with errors_in_one_line(stop=job.mode is not RunMode.MULTIRUN):
+    with errors_in_one_line(job):
         overrides = {key_of(override): override for override in job.overrides.task}
-        checkpoint = load_checkpoint(config.resume) if config.resume is not None else None
+        checkpoint = load_checkpoint(str(config.resume)) if config.resume is not None else None
         if checkpoint is not None:  # its settings, and over them those given now
             saved = {key_of(override): override for override in checkpoint["overrides"]}
             overrides = saved | overrides
             try:
                 config = hydra.compose(job.job.config_name, list(overrides.values()))
+                check_same_model(
+                    *(architecture(job.job.config_name, o) for o in (saved, overrides))
+                )
             except HydraException as error:
                 kept = " ".join(saved.values())
                 raise ConfigError(f"resume: {one_line(error)} (the run had: {kept})") from error
@@ -770,26 +819,53 @@ def main(config: DictConfig) -> float:
         return report(run, train(run))
 
 
+def architecture(name: str, overrides: dict[str, str]) -> dict[str, Any]:
+    """The model's settings under their full keys, the chosen option first."""
+    config = hydra.compose(name, list(overrides.values()), return_hydra_config=True)
+    settings = {f"model.{key}": value for key, value in config.model.items()}
+    return {"model": config.hydra.runtime.choices.model, **settings}
+
+
+def check_same_model(had: dict[str, Any], got: dict[str, Any]) -> None:
+    """A checkpoint's weights are those of one architecture."""
+    different = [key for key in had | got if had.get(key) != got.get(key)]
+    if different and different != ["model"]:
+        key = different[0]
+        raise ConfigError(f"resume: the run had {key}={had.get(key)}, got {key}={got.get(key)}")
+
+
 def key_of(override: str) -> str:
     return override.lstrip("+~").split("=")[0]
 
 
 @contextmanager
-def errors_in_one_line(stop: bool = True) -> Iterator[None]:
+def errors_in_one_line(job: Any = None) -> Iterator[None]:
     """What the user got wrong becomes a line that says what is allowed, and exit code 2.
 
-    Without `stop` the error goes on: Hydra then runs the other jobs first.
+    The error of one job of several goes on: Hydra then runs the other jobs first.
     """
     try:
         yield
     except (ConfigError, HydraException, OmegaConfBaseException) as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
-        if not stop:
+        if job is not None:
+            remove_if_unused(job)
+        if job is not None and job.mode is RunMode.MULTIRUN:
             raise
         sys.exit(2)
     except KeyboardInterrupt:
         print("stopped; the run's folder keeps its last whole checkpoint.pt", file=sys.stderr)
         sys.exit(130)
+
+
+def remove_if_unused(job: Any) -> None:
+    """The folder of a refused run, unless more is in it than Hydra's record of the call."""
+    folder, log = Path(job.runtime.output_dir), f"{job.job.name}.log"
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if folder == Path(job.runtime.cwd) or not names or not names <= {log, job.output_subdir}:
+        return
+    if log not in names or not (folder / log).stat().st_size:
+        shutil.rmtree(folder)
 
 
 def one_line(error: BaseException) -> str:
@@ -798,7 +874,12 @@ def one_line(error: BaseException) -> str:
         wanted = str(error.missing_cfg_file).replace("/", "=")
         return f"there is no {wanted}; allowed: {', '.join(error.options)}"
     if isinstance(cause, OmegaConfBaseException) and isinstance(cause.parent_node, DictConfig):
-        return f"there is no {cause.full_key}; allowed: {', '.join(map(str, cause.parent_node))}"
+        allowed = [str(key) for key in cause.parent_node if not str(key).startswith("_")]
+        group, _, key = str(cause.full_key).partition(".")
+        elsewhere = options_with(group, key)
+        hints = [f"allowed: {', '.join(allowed)}"] if allowed else []
+        hints += [f"{elsewhere} has it"] if elsewhere else []
+        return "; ".join([f"there is no {cause.full_key}", *hints])
     return " ".join(str(error).split())
 
 

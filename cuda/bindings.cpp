@@ -6,6 +6,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
@@ -111,7 +112,8 @@ struct Entry {
   c10::VariableVersion version;     // the parameter's own; none of an inference tensor
 };
 
-// What a plan points to beside parameters, and its memory when the plan was made, which is kept.
+// What a plan points to beside parameters, and its memory when the plan was made. The storage is
+// not kept alive, so that memory can be given back; but no other one can get its place.
 struct StateEntry {
   const c10::TensorImpl* tensor;
   const c10::StorageImpl* storage;
@@ -499,7 +501,7 @@ class Plan {
                   message(name, " lies on ", tensor.device(), ", expected ", device_));
       kept_.push_back(tensor);
       const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
-      kept_storages_.push_back(tensor.storage());
+      storages_.push_back(tensor.storage().getWeakStorageImpl());
       states_.push_back(
           {impl, tensor.storage().unsafeGetStorageImpl(), address_of(*impl, tensor.itemsize())});
     };
@@ -580,7 +582,7 @@ class Plan {
 
   // Whether groups still ask for the states and signatures that the plan was made for.
   bool fits(const py::list& groups) const {
-    size_t objects = 0, lists = 0, numbers = 0;
+    size_t objects = 0, lists = 0, tensors = 0, numbers = 0;
     if (static_cast<size_t>(groups.size()) != structure_.params.size()) return false;
     const bool same = visit_structure(
         groups,
@@ -591,9 +593,15 @@ class Plan {
         [&](PyObject* params) {
           const py::handle before = structure_.params[lists++];
           const Py_ssize_t size = PyList_GET_SIZE(params);
-          return size == PyTuple_GET_SIZE(before.ptr()) &&
-                 std::equal(PySequence_Fast_ITEMS(params), PySequence_Fast_ITEMS(params) + size,
-                            PySequence_Fast_ITEMS(before.ptr()));
+          if (size != PyTuple_GET_SIZE(before.ptr())) return false;
+          PyObject** now = PySequence_Fast_ITEMS(params);
+          PyObject** then = PySequence_Fast_ITEMS(before.ptr());
+          bool same = true;
+          for (Py_ssize_t i = 0; i < size && same; ++i) {
+            same = now[i] == then[i] && THPVariable_Unpack(now[i]).unsafeGetTensorImpl() ==
+                                            structure_.tensors[tensors++];
+          }
+          return same;
         },
         [&](int64_t number) {
           return numbers < structure_.numbers.size() && structure_.numbers[numbers++] == number;
@@ -753,6 +761,7 @@ class Plan {
       if (grads_[i] == nullptr) {
         if (grad->sizes() != entry.data->sizes()) return false;
         grads_[i] = address_in_order(grad, entry);
+        if (grads_[i] == nullptr) return false;  // its memory was taken away
       }
       ++gathered_;
       signature_used_[entry.signature] = true;
@@ -784,8 +793,9 @@ class Plan {
                  at::ScalarType grad_dtype, int64_t signature) {
     TORCH_CHECK(data.device() == device_,
                 message("a parameter lies on ", data.device(), ", expected ", device_));
-    kept_.push_back(param);
-    kept_.push_back(data);
+    // The parameter itself is kept by its Python object, which fits() compares, and not here:
+    // torch.utils.swap_tensors() wants nobody else to.
+    if (!data.is_same(param)) kept_.push_back(data);
     Entry entry = {};
     entry.param = param.unsafeGetTensorImpl();
     entry.data = data.unsafeGetTensorImpl();
@@ -819,11 +829,11 @@ class Plan {
 
   static bool is_lazy(const c10::TensorImpl& tensor) {
     static const c10::DispatchKeySet lazy(
-        {c10::DispatchKey::Negative, c10::DispatchKey::Conjugate});
+        {c10::DispatchKey::Negative, c10::DispatchKey::Conjugate, c10::DispatchKey::ZeroTensor});
     return tensor.key_set().has_any(lazy);
   }
 
-  // Of a gradient's elements in the order of its parameter's, copied if need be; not null.
+  // Of a gradient's elements in the order of its parameter's, copied if need be.
   const void* address_in_order(c10::TensorImpl* grad, const Entry& entry) {
     const c10::TensorImpl& data = *entry.data;
     if (data.numel() == 0) return this;  // there is a gradient, but nothing to read
@@ -851,6 +861,7 @@ class Plan {
   struct Structure {
     std::vector<py::object> objects;
     std::vector<py::tuple> params;
+    std::vector<const c10::TensorImpl*> tensors;  // of all params: swap_tensors() exchanges them
     std::vector<int64_t> numbers;
   };
 
@@ -864,6 +875,9 @@ class Plan {
         },
         [&](PyObject* params) {
           found.params.push_back(py::tuple(py::reinterpret_borrow<py::list>(params)));
+          for (const py::handle& param : found.params.back()) {
+            found.tensors.push_back(py::cast<at::Tensor>(param).unsafeGetTensorImpl());
+          }
           return true;
         },
         [&](int64_t number) {
@@ -908,7 +922,9 @@ class Plan {
         TORCH_CHECK_VALUE(value != nullptr, message("a parameter group has no ", py::str(key)));
         if (PyTuple_Check(value) || PyList_Check(value)) {
           const auto size = static_cast<int64_t>(PySequence_Fast_GET_SIZE(value));
-          TORCH_CHECK_VALUE(size == 2, message(py::str(key), " must be two numbers, got ", size));
+          TORCH_CHECK_VALUE(
+              size == 2,
+              message(py::str(key), " must be a number, or two in betas, got ", py::repr(value)));
           for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(value); ++i) {
             push_value(PySequence_Fast_GET_ITEM(value, i), header, key);
           }
@@ -927,24 +943,30 @@ class Plan {
     if (!PyFloat_Check(value) && !PyLong_Check(value) && caster.load(value, false)) {
       const at::Tensor& tensor = caster;
       const bool is_double = tensor.scalar_type() == at::kDouble;
+      const bool is_plain = !is_lazy(*tensor.unsafeGetTensorImpl());
       TORCH_CHECK_VALUE(
           tensor.numel() == 1,
           message(py::str(key), " must be one number, got a tensor of ", tensor.sizes()));
-      if (tensor.device() == device_ && (is_double || tensor.scalar_type() == at::kFloat)) {
+      if (tensor.device() == device_ && is_plain &&
+          (is_double || tensor.scalar_type() == at::kFloat)) {
         const size_t i = words_.size() - header - 1;
         words_[header] |= (uint64_t{1} << i) | (uint64_t{is_double} << (32 + i));
         words_.push_back(reinterpret_cast<uint64_t>(tensor.data_ptr()));
         return;
       }
       if (device_.is_cuda() && tensor.is_cuda()) {  // of another device, or another dtype
-        copies_.push_back(tensor.to(at::TensorOptions(device_).dtype(at::kFloat), true));
+        copies_.push_back(
+            tensor.resolve_neg().to(at::TensorOptions(device_).dtype(at::kFloat), true));
         words_[header] |= uint64_t{1} << (words_.size() - header - 1);
         words_.push_back(reinterpret_cast<uint64_t>(copies_.back().data_ptr()));
         return;
       }
     }
     const double number = PyFloat_AsDouble(value);
-    if (number == -1.0 && PyErr_Occurred()) throw py::error_already_set();
+    if (number == -1.0 && PyErr_Occurred()) {
+      PyErr_Clear();
+      TORCH_CHECK_VALUE(false, message(py::str(key), " must be a number, got ", py::repr(value)));
+    }
     uint64_t word;
     std::memcpy(&word, &number, sizeof word);
     words_.push_back(word);
@@ -959,8 +981,8 @@ class Plan {
   std::vector<const Kernels*> kernels_;
   std::vector<Entry> entries_;
   std::vector<StateEntry> states_;
-  std::vector<c10::Storage> kept_storages_;
-  std::vector<at::Tensor> kept_;  // whatever entries and rows point into
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> storages_;
+  std::vector<at::Tensor> kept_;  // what entries and rows point into, but parameters
   std::vector<c10::TensorImpl*> grad_impls_;
   std::vector<TensorRow> rows_;
   std::vector<Tiles> tiles_;  // of each signature
