@@ -99,7 +99,7 @@ def split(files: list[Path], source: Path) -> tuple[Tensor, Tensor]:
 
 def as_tensor(contents: list[bytes]) -> Tensor:
     joined = bytearray(b"".join(contents))
-    return torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0)
+    return torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0).byte()
 
 
 # ---------------------------------------------------------------------------- models (conf/model)
@@ -263,11 +263,11 @@ class Run:
 
 
 def build_trainer(node: DictConfig) -> Trainer:
-    names = [*Trainer.__annotations__]
-    for key in node:
+    names, values = [*Trainer.__annotations__], {str(key): value for key, value in node.items()}
+    for key in values:
         if key not in names:
             raise ConfigError(f"there is no trainer.{key}; allowed: {', '.join(names)}")
-    return Trainer(**node)
+    return Trainer(**values)
 
 
 def pick_device(name: str) -> torch.device:
@@ -314,15 +314,15 @@ def check_combination(config: DictConfig, trainer: Trainer) -> None:
                 f"trainer.grad_release=true {needs_fused}, got {config.optimizer._target_}; with "
                 "it, trainer.grad_release=false is allowed"
             )
-        for key, got, allowed in (
+        for key, value, needed in (
             ("trainer.accumulate", trainer.accumulate, 1),
             ("trainer.max_grad_norm", trainer.max_grad_norm, None),
             ("optimizer.max_grad_norm", config.optimizer.get("max_grad_norm"), None),
             ("precision.loss_scaling", precision.loss_scaling, False),
         ):
-            if got != allowed:
+            if value != needed:
                 raise ConfigError(
-                    f"trainer.grad_release=true needs {key}={spelled(allowed)}, got {spelled(got)}"
+                    f"trainer.grad_release=true needs {key}={spelled(needed)}, got {spelled(value)}"
                 )
 
 
@@ -806,9 +806,7 @@ def main(config: DictConfig) -> float:
             overrides = saved | overrides
             try:
                 config = hydra.compose(job.job.config_name, list(overrides.values()))
-                check_same_model(
-                    *(architecture(job.job.config_name, o) for o in (saved, overrides))
-                )
+                check_same_model(architecture(saved), architecture(overrides))
             except HydraException as error:
                 kept = " ".join(saved.values())
                 raise ConfigError(f"resume: {one_line(error)} (the run had: {kept})") from error
@@ -819,8 +817,9 @@ def main(config: DictConfig) -> float:
         return report(run, train(run))
 
 
-def architecture(name: str, overrides: dict[str, str]) -> dict[str, Any]:
+def architecture(overrides: dict[str, str]) -> dict[str, Any]:
     """The model's settings under their full keys, the chosen option first."""
+    name = HydraConfig.get().job.config_name
     config = hydra.compose(name, list(overrides.values()), return_hydra_config=True)
     settings = {f"model.{key}": value for key, value in config.model.items()}
     return {"model": config.hydra.runtime.choices.model, **settings}
@@ -878,7 +877,7 @@ def one_line(error: BaseException) -> str:
         group, _, key = str(cause.full_key).partition(".")
         elsewhere = options_with(group, key)
         hints = [f"allowed: {', '.join(allowed)}"] if allowed else []
-        hints += [f"{elsewhere} has it"] if elsewhere else []
+        hints += [f"it belongs to {elsewhere}"] if elsewhere else []
         return "; ".join([f"there is no {cause.full_key}", *hints])
     return " ".join(str(error).split())
 

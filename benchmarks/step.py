@@ -10,7 +10,7 @@ import gc
 import json
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ HEADINGS = (
     "extra bytes",
     "state B/param",
 )
+WIDTHS = [max(14, len(heading) + 2) for heading in HEADINGS]
 NARROW = ("fp8", "fp16")  # states whose kernels do more arithmetic
 
 
@@ -108,6 +109,10 @@ class Row:
             most_bytes = 2.04 + 2 * ("remainders" in form) + ("24 bits" in form)
             most_bytes += 4 * ("fp32 master" in form) + 2.02 * ("fp16 master" in form)
             yield f"state <= {most_bytes:.2f} B", r.state_bytes <= most_bytes
+
+
+def _columns(cells: Iterable[str]) -> str:
+    return "".join(f"{cell:>{width}}" for cell, width in zip(cells, WIDTHS, strict=True))
 
 
 def _number(value: float | int | None, form: str) -> str:
@@ -247,24 +252,31 @@ def wanted(workload: Workload, config: Config, options: argparse.Namespace) -> b
 
 
 def main() -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    offered = WORKLOADS if device.type == "cuda" else CPU_WORKLOADS
     parser = argparse.ArgumentParser(description=__doc__)
-    names = "big, gpt2, tiny, scalars, giant, groups"
-    parser.add_argument("--workload", action="append", help=f"repeatable: one of {names}")
+    allowed = ", ".join(workload.name for workload in offered)
+    parser.add_argument("--workload", action="append", help=f"repeatable: begins one of {allowed}")
     parser.add_argument("--config", action="append", help="repeatable: part of 'form / library'")
     parser.add_argument("--all", action="store_true", help="every config on every workload")
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
+    for name in options.workload or ():
+        if not any(workload.name.startswith(name) for workload in offered):
+            parser.error(f"--workload must begin one of {allowed} on {device.type}, got {name!r}")
+    every = list(configs())
+    for part in options.config or ():
+        if not any(part in config.name for config in every):
+            listed = "\n  ".join(config.name for config in every)
+            parser.error(f"--config must be part of one of these, got {part!r}:\n  {listed}")
     options.out.mkdir(parents=True, exist_ok=True)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    names = max(len(config.name) for config in every)
     workloads = [
         workload
-        for workload in (WORKLOADS if device.type == "cuda" else CPU_WORKLOADS)
+        for workload in offered
         if not options.workload or any(workload.name.startswith(n) for n in options.workload)
     ]
-    if not workloads:
-        parser.error(f"no workload is called {options.workload} on {device.type}")
-    every = list(configs())
     chosen = {
         workload: [config for config in every if wanted(workload, config, options)]
         for workload in workloads
@@ -276,7 +288,7 @@ def main() -> None:
     for workload, some in chosen.items():
         bandwidths[workload.name] = bandwidth = copy_bandwidth(device)
         print(f"\n{workload.name}: a large copy moves {bandwidth / 1e12:.3f} TB/s", flush=True)
-        print(f"{'':54}" + "".join(f"{heading:>14}" for heading in HEADINGS), flush=True)
+        print(f"{'':{names}}{_columns(HEADINGS)}", flush=True)
         for config in some:
             row = Row(
                 workload.name,
@@ -284,8 +296,8 @@ def main() -> None:
                 measure_row(workload, config, device, bandwidth, options.quick),
             )
             rows.append(row)
-            cells = "".join(f"{cell:>14}" for cell in row.cells())
-            print(f"{config.name:54}{cells}  {row.targets(rows)}", flush=True)
+            cells = _columns(row.cells())
+            print(f"{config.name:{names}}{cells}  {row.targets(rows)}", flush=True)
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()

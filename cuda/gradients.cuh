@@ -25,6 +25,8 @@ FUSEDOPT_HD void* place_of(const Gradients& args, int64_t tensor) {
   return *reinterpret_cast<void* const*>(places + tensor * args.place_bytes);
 }
 
+#if defined(__CUDACC__)
+
 // A sum of squares of N values, and whether one of them is infinite or NaN. Only where fp32 has
 // not the range is the sum made in fp64.
 struct Squares {
@@ -67,8 +69,6 @@ FUSEDOPT_HD Squares squares(const typename Code::Storage (&raw)[N]) {
   }
   return exact;
 }
-
-#if defined(__CUDACC__)
 
 constexpr int kGradientThreads = 128;
 constexpr int kGradientBlocks = 6;  // of a multiprocessor, all at once: no block waits for another
@@ -262,22 +262,44 @@ void visit_tiles(const Gradients& args, F f) {
   }
 }
 
+// Adds up squares as T in lanes that fill vector registers, and the lanes of each chunk in fp64.
+template <class T, class Code>
+double sum_of_squares(const typename Code::Storage* elements, int64_t count) {
+  constexpr int kLanes = 32, kChunk = 8 * kLanes;
+  double totals[kLanes] = {};
+  const auto add_chunk = [&](const typename Code::Storage* chunk) {
+    T lanes[kLanes] = {};
+    for (int i = 0; i < kChunk; i += kLanes) {
+      for (int j = 0; j < kLanes; ++j) {
+        const T value = Code::decode(chunk[i + j]);
+        lanes[j] += value * value;
+      }
+    }
+    for (int j = 0; j < kLanes; ++j) totals[j] += lanes[j];
+  };
+  const int64_t left = count % kChunk;
+  for (int64_t i = 0; i < count - left; i += kChunk) add_chunk(elements + i);
+  if (left > 0) {
+    typename Code::Storage padded[kChunk] = {};
+    std::copy_n(elements + count - left, left, padded);
+    add_chunk(padded);
+  }
+  double sum = 0;
+  for (const double total : totals) sum += total;
+  return sum;
+}
+
 constexpr GradientKernels kGradientKernels = {
     kGradientTile,
     [](const Gradients& args, void*) -> int {
       visit_tiles(args, [&](int64_t tile, auto code, const auto* elements, int64_t count) {
-        constexpr int N = 256;
-        double sum = 0;
-        for (int64_t i = 0; i < count; i += N) {
-          float values[N] = {};
-          const int64_t end = count - i < N ? count - i : N;
-          for (int64_t j = 0; j < end; ++j) values[j] = decltype(code)::decode(elements[i + j]);
-          const Squares found = squares<F32>(values);
-          sum += found.sum;
-          if (!found.is_finite && args.found_inf) {
-            __atomic_store_n(reinterpret_cast<uint32_t*>(args.found_inf), 0x3f800000u,
-                             __ATOMIC_RELAXED);  // 1
-          }
+        using Code = decltype(code);
+        double sum = sum_of_squares<float, Code>(elements, count);
+        // Not finite, or squares without the range of fp32.
+        if (!std::isfinite(sum)) sum = sum_of_squares<double, Code>(elements, count);
+        if (!std::isfinite(sum) && args.found_inf) {
+          __atomic_store_n(reinterpret_cast<uint32_t*>(args.found_inf), 0x3f800000u,
+                           __ATOMIC_RELAXED);  // 1
         }
         args.partials[tile] = sum;
       });

@@ -535,8 +535,11 @@ struct Layout<Signature<R, P, G, M, kStochastic, Codes...>> {
   // Registers of a thread are bounded, so that enough warps wait for memory at once.
   static constexpr bool kNeedsMost = M::kBlockScaled || sizeof(typename P::Storage) == 1 ||
                                      (kBlockScaled && sizeof...(Codes) == 3);
+  static constexpr bool kIsSplit =
+      std::is_integral_v<typename M::Storage> && !std::is_same_v<M, None> && !M::kBlockScaled;
   static constexpr bool kNeedsMore =
-      kRun < kElements || ((Codes::kBlockScaled && sizeof(typename Codes::Storage) == 2) || ...);
+      kRun < kElements || (kIsSplit && sizeof...(Codes) == 2) ||
+      ((Codes::kBlockScaled && sizeof(typename Codes::Storage) == 2) || ...);
   static constexpr bool kOnlyWide = (std::is_same_v<M, None> || sizeof(typename M::Storage) == 4) &&
                                     ((sizeof(typename Codes::Storage) == 4) && ...);
   // A thread does two slices, both fetched before the first one is computed.
@@ -589,18 +592,41 @@ FUSEDOPT_HD void update_slice(const TensorRow& row, const Ready<typename S::Rule
 
 #if defined(__CUDACC__)
 
-// A slice that reaches over its tensor's end, whose memory is not aligned, or whose rule has more
-// to do than usual. Neither inlined nor given what is read already: that would cost the others
+// Where a thread's first element lies in the slices of its CTA.
+template <int N, int kRun>
+__device__ __forceinline__ int place_of_thread() {
+  if (kRun == N) return threadIdx.x * N;
+  return threadIdx.x / 32 * 32 * N + threadIdx.x % 32 * kRun;
+}
+
+// Whether a tile has a gradient, lies within its tensor, and in memory that wide accesses reach.
+template <class S>
+__device__ __forceinline__ bool is_whole(const TensorRow& row, const Ready<typename S::Rule>& ready,
+                                         int64_t begin) {
+  auto addresses = reinterpret_cast<uintptr_t>(ready.grad) |
+                   reinterpret_cast<uintptr_t>(row.param) | reinterpret_cast<uintptr_t>(row.master);
+  for (int n = 0; n < S::kStates; ++n) addresses |= reinterpret_cast<uintptr_t>(row.states[n]);
+  return ready.grad && addresses % 16 == 0 && begin + Layout<S>::kTile <= row.numel;
+}
+
+// A tile that reaches over its tensor's end, whose memory is not aligned, or whose rule has more to
+// do than usual. Neither inlined nor given what is read already: that would cost the others
 // registers and instructions.
 template <class S, int N, int kRun>
-__device__ __noinline__ void update_unusual_slice(const TensorRow* rows, const void* readies,
-                                                  int64_t tensor, Span<kRun> span, bool whole) {
+__device__ __noinline__ void update_unusual_tile(const TensorRow* rows, const void* readies,
+                                                 int tensor, int64_t begin) {
   const TensorRow row = rows[tensor];
   const auto ready = static_cast<const Ready<typename S::Rule>*>(readies)[tensor];
-  if (Layout<S>::kApproximate && whole) {
-    update_slice<S, N, true, false>(row, ready, span, row);
-  } else {
-    update_slice<S, N, false, false>(row, ready, span, row);
+  const bool whole = is_whole<S>(row, ready, begin);
+  Span<kRun> span = {begin + place_of_thread<N, kRun>(), row.numel - 1};
+#pragma unroll 1
+  for (int slice = 0; slice < Layout<S>::kTile; slice += kTileThreads * N) {
+    if (Layout<S>::kApproximate && whole) {
+      update_slice<S, N, true, false>(row, ready, span, row);
+    } else if (begin + slice < row.numel) {
+      update_slice<S, N, false, false>(row, ready, span, row);
+    }
+    span.offset += kTileThreads * N;
   }
 }
 
@@ -628,19 +654,16 @@ __device__ __forceinline__ void wait_for_slices() {
 #endif
 }
 
-// One tile: the elements [begin, begin + kTile) of a tensor, of which this thread does N at offset,
-// and as many in the tile's second half if it does two slices. A single look at everything lets all
+// One tile: the elements [begin, begin + kTile) of a tensor, of which this thread does N, and as
+// many in the tile's second half if it does two slices. A single look at everything lets all
 // of it be read side by side.
 template <class S, int N, int kRun>
-__device__ __forceinline__ void update_tile(const TensorRow* rows, const void* readies,
-                                            int64_t tensor, int64_t begin, int64_t offset) {
+__device__ __forceinline__ void update_tile(const TensorRow* rows, const void* readies, int tensor,
+                                            int64_t begin) {
   const TensorRow row = rows[tensor];  // copied: no store can change them
   const auto ready = static_cast<const Ready<typename S::Rule>*>(readies)[tensor];
-  auto addresses = reinterpret_cast<uintptr_t>(ready.grad) |
-                   reinterpret_cast<uintptr_t>(row.param) | reinterpret_cast<uintptr_t>(row.master);
-  for (int n = 0; n < S::kStates; ++n) addresses |= reinterpret_cast<uintptr_t>(row.states[n]);
-  const bool whole = ready.grad && addresses % 16 == 0 && begin + Layout<S>::kTile <= row.numel;
-  const int64_t last = row.numel - 1;
+  const bool whole = is_whole<S>(row, ready, begin);
+  const int64_t offset = begin + place_of_thread<N, kRun>(), last = row.numel - 1;
   constexpr int kSlice = kTileThreads * N;
   // Where arithmetic is the bottleneck, what is mostly not needed has code of its own.
   constexpr bool kOnlyUsual = Layout<S>::kApproximate;
@@ -655,18 +678,15 @@ __device__ __forceinline__ void update_tile(const TensorRow* rows, const void* r
       fetch_slice<S, N, kRun>(row, ready, {offset + kSlice, last, stage + kBytes});
       using Staged = Span<kRun, From::kStage>;
       wait_for_slices<1>();
-      update_slice<S, N, true, kOnlyUsual>(row, ready, Staged{offset, last, stage}, row);
-      wait_for_slices<0>();
-      update_slice<S, N, true, kOnlyUsual>(row, ready,
-                                           Staged{offset + kSlice, last, stage + kBytes}, row);
+      update_slice<S, N, true, kOnlyUsual>(row, ready, Staged{offset, last, stage}, rows[tensor]);
+      wait_for_slices<0>();  // a row is read again: registers are for numbers
+      update_slice<S, N, true, kOnlyUsual>(
+          rows[tensor], ready, Staged{offset + kSlice, last, stage + kBytes}, rows[tensor]);
     } else {
       update_slice<S, N, true, kOnlyUsual>(row, ready, Span<kRun>{offset, last}, rows[tensor]);
     }
   } else if (ready.grad) {
-    update_unusual_slice<S, N, kRun>(rows, readies, tensor, {offset, last}, whole);
-    if (Layout<S>::kTwoSlices && begin + kSlice <= last) {
-      update_unusual_slice<S, N, kRun>(rows, readies, tensor, {offset + kSlice, last}, whole);
-    }
+    update_unusual_tile<S, N, kRun>(rows, readies, tensor, begin);
   }
 }
 
@@ -718,10 +738,7 @@ __global__ void __launch_bounds__(kTileThreads, Layout<S>::kBlocksPerMultiproces
   const int tensor = tensor_of(args.index, blockIdx.x);
   const int64_t begin =
       static_cast<int64_t>(blockIdx.x - args.index.first_tiles[tensor]) * Layout<S>::kTile;
-  constexpr int kElements = Layout<S>::kElements, kRun = Layout<S>::kRun;
-  int offset = threadIdx.x * kElements;
-  if (kRun < kElements) offset = threadIdx.x / 32 * 32 * kElements + threadIdx.x % 32 * kRun;
-  update_tile<S, kElements, kRun>(args.rows, args.ready, tensor, begin, begin + offset);
+  update_tile<S, Layout<S>::kElements, Layout<S>::kRun>(args.rows, args.ready, tensor, begin);
 }
 
 // The words in the smallest launch that holds them: what is not there need not be sent.

@@ -99,6 +99,10 @@ def sgd_case(name: str, /, dtype: torch.dtype = torch.float32, **kwargs: Any) ->
 
 
 def lion_case(name: str, /, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Case:
+    if dtype != torch.float32 or "exp_avg_dtype" in kwargs:
+        # On coarse grids beta1 * m and (1 - beta1) * g may cancel, and nothing but the rounding of
+        # 0.9 would decide on a sign: these are exact.
+        kwargs.setdefault("betas", (0.875, 0.96875))
     return Case(f"lion-{name}", "FusedLion", None, kwargs, ("exp_avg",), lion, dtype)
 
 

@@ -602,7 +602,9 @@ def test_parameters_that_came_after_the_hooks(device: torch.device, backend: str
 
 def test_what_is_no_optimizer_or_scaler() -> None:
     model = torch.nn.Linear(3, 1)
-    with pytest.raises(TypeError, match="an optimizer of this module is needed, got SGD"):
+    with pytest.raises(
+        TypeError, match="optimizer must be a FusedAdam, FusedSGD or FusedLion, got SGD"
+    ):
         fusedopt.step_in_backward(model, torch.optim.SGD(model.parameters()))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="grad_scaler must be a GradScaler, got int"):
         fusedopt.FusedSGD(model.parameters()).step(grad_scaler=3)

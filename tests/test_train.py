@@ -218,17 +218,29 @@ ERRORS = [
     (["trainer.max_grad_norm=-1"], ["trainer.max_grad_norm", "> 0"]),
     (["trainer.cuda_graph=maybe"], ["trainer.cuda_graph", "true or false"]),
     (["trainer.stepz=5"], ["trainer.stepz", "steps", "cuda_graph"]),
+    (["+trainer.stepz=5"], ["trainer.stepz", "steps", "cuda_graph"]),
+    (["trainer.steps=null"], ["trainer.steps", ">= 1", "got null"]),
+    (["data=stdlib", "data.path=x"], ["data.path", "data=text"]),
+    (["optimizer.momentum=0.5"], ["optimizer=fused_sgd, torch_sgd"]),
     (["data.path=/no/such/place"], ["/no/such/place", "file, a folder or a glob"]),
     (["data.path=null"], ["data.path", "file, a folder or a glob"]),
-    (["trainer.seq_len=100000000"], ["trainer.seq_len", "bytes"]),
+    (["trainer.seq_len=100000000"], ["trainer.seq_len", "training and the validation text"]),
     (["model=gpt_nano", "model.heads=3"], ["multiple of heads", "3"]),
-    (["model=gpt_nano", "model.context=4"], ["trainer.seq_len", "4"]),
+    (["model=gpt_nano", "model.context=4"], ["trainer.seq_len", "<= 4", "got 16"]),
     (["device=cuda:99"], ["device", "cuda:99", "cpu"]),
     (["optimizer=torch_adamw", "precision=bf16"], ["precision.master_weights", "fp32, bf16_amp"]),
     (["optimizer=torch_sgd", "precision=lean"], ["store_param_remainders", "fp32, bf16_amp"]),
     (["precision.param_dtype=fp64"], ["precision.param_dtype", "fp32", "bf16"]),
-    (["optimizer=torch_adamw", "trainer.grad_release=true"], ["grad_release", "fused"]),
-    (["trainer.grad_release=true", "trainer.accumulate=2"], ["grad_release", "accumulate"]),
+    (["precision.autocast=fp8"], ["precision.autocast", "fp16, null", '"fp8"']),
+    (["precision.loss_scaling=maybe"], ["precision.loss_scaling", "true or false", "maybe"]),
+    (
+        ["optimizer=torch_adamw", "trainer.grad_release=true"],
+        ["trainer.grad_release=true", "torch.optim.AdamW", "fused_adam, fused_lion, fused_sgd"],
+    ),
+    (["trainer.grad_release=true", "trainer.accumulate=2"], ["trainer.accumulate=1, got 2"]),
+    (["trainer.grad_release=true", "trainer.max_grad_norm=3"], ["max_grad_norm=null, got 3"]),
+    (["trainer.grad_release=true", "optimizer.max_grad_norm=3"], ["max_grad_norm=null, got 3"]),
+    (["trainer.grad_release=true", "precision=fp16"], ["precision.loss_scaling=false, got true"]),
     (["resume=/no/such/run"], ["resume", "/no/such/run"]),
     (["seed=99999999999999999999999"], ["seed", "2**63"]),
     (["model=gpt_nano", "model.heads=0"], ["model", "heads", ">= 1", "0"]),
@@ -252,7 +264,16 @@ def test_a_wrong_setting_is_one_line(
     assert error.startswith("error: ")
     assert error.count("\n") == 1
     assert all(part in error for part in said), error
-    assert not (tmp_path / "run" / "metrics.csv").exists()
+    assert "_target_" not in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_refused_run_removes_no_file(launch: Any, corpus: Path, tmp_path: Path) -> None:
+    assert launch(".", "seed=-1") == 2
+    assert corpus.exists()
+    assert launch("run", "optimizer=torch_adamw") == 0
+    assert launch("run", "seed=-1") == 2
+    assert checkpoint(tmp_path / "run")["step"] == 4
 
 
 def test_resume_from_something_else(
@@ -263,17 +284,18 @@ def test_resume_from_something_else(
     assert launch("run", f"resume={corpus}") == 2
     assert launch("run", "optimizer=torch_adamw") == 0
     capsys.readouterr()
-    assert launch("again", f"resume={tmp_path / 'run'}", "model=gpt_nano", "trainer.steps=9") == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: resume: the checkpoint does not fit")
-    assert error.count("\n") == 1
+    for change in ("model=gpt_nano", "model.width=32"):
+        assert launch("again", f"resume={tmp_path / 'run'}", change, "trainer.steps=9") == 2
+        had = {"model=gpt_nano": "model=mlp", "model.width=32": "model.width=16"}[change]
+        error = capsys.readouterr().err
+        assert error == f"error: resume: the run had {had}, got {change}\n"
     assert launch("lean", "optimizer.exp_avg_dtype=fp8") == 0
     capsys.readouterr()
     assert launch("again", f"resume={tmp_path / 'lean'}", "optimizer=fused_sgd") == 2
     assert "(the run had: " in capsys.readouterr().err
     assert launch("again", f"resume={tmp_path / 'run'}", "optimizer=torch_adamw") == 2
     error = capsys.readouterr().err
-    assert "leaves nothing to do" in error
+    assert "give trainer.steps > 4" in error
     for content in (b"", b"no checkpoint", (tmp_path / "run" / "checkpoint.pt").read_bytes()[:999]):
         (tmp_path / "other.pt").write_bytes(content)
         assert launch("again", f"resume={tmp_path / 'other.pt'}") == 2
@@ -526,6 +548,21 @@ def test_cuda_graph_equals_eager(
     assert [row["lr"] for row in eager["rows"]] == [row["lr"] for row in graph["rows"]]
     losses = [[row["train_bits_per_byte"] for row in run["rows"]] for run in (eager, graph)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+# ---------------------------------------------------------------------------- README.md
+
+
+def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its Python snippets in order, in one interpreter."""
+    text = (ROOT / "README.md").read_text()
+    snippets = re.findall(r"(?ms)^```python\n(.*?)^```$", text)
+    assert len(snippets) == text.count("```python") > 0
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for snippet in snippets:
+        exec(snippet, names)
+    assert names["w"].decoupled_grad.isfinite().all()
 
 
 @pytest.mark.slow
