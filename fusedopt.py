@@ -1350,6 +1350,23 @@ def _validate_betas(group: dict[str, Any]) -> None:
         raise ValueError(f"betas must lie in [0, 1), got {group['betas']}")
 
 
+def _check_kinds_of_checkpoint(state_dict: dict[str, Any]) -> None:
+    """Raise ValueError unless groups and states are of the kinds that state_dict() returns."""
+
+    def check(value: Any, kind: type | tuple[type, ...], name: str, wanted: str) -> None:
+        if not isinstance(value, kind):
+            raise ValueError(f"{name} of the checkpoint must be {wanted}, got {value!r:.80}")
+
+    check(state_dict["state"], dict, "state", "a dict")
+    check(state_dict["param_groups"], (list, tuple), "param_groups", "a list")
+    for i, group in enumerate(state_dict["param_groups"]):
+        check(group, dict, f"param_groups[{i}]", "a dict")
+        check(group.get("params"), (list, tuple), f"params of group {i}", "a list")
+    for key, state in state_dict["state"].items():
+        if not isinstance(key, str):
+            check(state, dict, f"state {key}", "a dict")
+
+
 def _is_observed(optimizer: torch.optim.Optimizer) -> bool:
     """Whether hooks or a profiler want to see a step; what they need costs more than a step."""
     return bool(
@@ -2256,12 +2273,15 @@ class _FusedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: groups, numbers of parameters or shapes differ; nothing was changed.
         """
+        if not isinstance(state_dict, dict):
+            raise ValueError(f"state_dict must be a dict, got {type(state_dict).__name__}")
         state_dict = state_dict.copy()
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
         if missing := {"state", "param_groups"} - state_dict.keys():
             raise ValueError(f"this is no optimizer's state_dict: it has no {min(missing)}")
+        _check_kinds_of_checkpoint(state_dict)
         saved_groups = [dict(group) for group in state_dict["param_groups"]]
         params = self._matching_params(saved_groups, state_dict["state"])
         groups = [

@@ -386,3 +386,34 @@ def test_an_option_switched_on_is_in_torchs_file(device: torch.device, backend: 
     theirs = torch.optim.AdamW([Parameter(param.detach().clone())], amsgrad=True)
     theirs.load_state_dict(optimizer.to_torch_state_dict())
     assert "max_exp_avg_sq" in optimizer.to_torch_state_dict()["state"][0]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("state", None),
+        ("state", [1]),
+        ("state", {0: [1]}),
+        ("state", {0: None}),
+        ("param_groups", None),
+        ("param_groups", [None]),
+        ("param_groups", [{"lr": 0.1}]),
+        ("param_groups", [{"lr": 0.1, "params": 0}]),
+        ("param_groups", [{"lr": 0.1, "params": [0], "maximize": "x"}]),
+        (None, "a string"),
+    ],
+    ids=str,
+)
+def test_a_checkpoint_that_is_none(name: str | None, value: Any) -> None:
+    param = param_on(torch.device("cpu"))
+    optimizer = FusedAdam([param], lr=0.1)
+    optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    file = value if name is None else {**before, name: value}
+    with pytest.raises(ValueError, match="must be"):
+        optimizer.load_state_dict(file)
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    torch.testing.assert_close(after["state"], before["state"], rtol=0, atol=0)
+    optimizer.step()
+    assert optimizer.state[param]["step"] == 2
