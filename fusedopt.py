@@ -979,8 +979,8 @@ def fp8_parameter(tensor: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> t
     values = tensor.detach().float()
     finite = torch.where(values.isfinite(), values.abs(), 0.0)
     amax = finite.amax() if finite.numel() else finite.new_zeros(())
-    scale = torch.where(amax > 0, _FP8_LARGEST[dtype] / amax, 1.0).clamp(max=_FP32_LARGEST)
     largest = _FP8_LARGEST[dtype]
+    scale = torch.where(amax > 0, largest / amax, 1.0).clamp(max=_FP32_LARGEST)
     param = _Fp8Parameter((values * scale).clamp(-largest, largest).to(dtype))
     param.fp8_scale, param.fp8_amax, param.fp8_scale_inv = scale, amax, 1 / scale  # type: ignore[attr-defined]
     return param
@@ -1190,7 +1190,7 @@ class _TorchPlan:
             norm = norm_sq.sqrt() * factor
             if grad_norm is not None:
                 grad_norm.copy_(norm.reshape(()))
-            factor = factor * (max_grad_norm / (norm + 1e-6)).clamp(max=1.0).float()
+            factor = factor * _clip_factor(norm, max_grad_norm).float()
         for row, grad in zip(self.rows, self.grads, strict=True):
             if grad is not None:
                 self._update(row.param, grad, groups[row.group], factor, found_inf)
@@ -1241,6 +1241,17 @@ def _sum_of_squares(grads: Iterable[Tensor], device: torch.device) -> Tensor:
     for grad in grads:
         total += grad.to(wide).square().sum()
     return total
+
+
+def _total(sums: Sequence[Tensor]) -> Tensor:
+    """The sum of some sums, on the device of the first."""
+    if len(sums) == 1:
+        return sums[0]
+    return torch.stack([part.to(sums[0].device) for part in sums]).sum(dim=0)
+
+
+def _clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
@@ -2110,9 +2121,7 @@ class _FusedOptimizer(torch.optim.Optimizer):
             sums.append(made.plan.norm_sq(self.param_groups, flag))
             if found_inf is not None and flag is not None and flag is not found_inf:
                 found_inf += flag.to(found_inf.device)
-        if len(sums) < 2:
-            return sums[0] if sums else None
-        return torch.stack([part.to(sums[0].device) for part in sums]).sum(dim=0)
+        return _total(sums) if sums else None
 
     _observed_step = torch.optim.Optimizer.profile_hook_step(_step)
 
@@ -2545,9 +2554,22 @@ def clip_grad_norm_(
     norm_type = _as_number(norm_type, "norm_type")
     if math.isnan(norm_type):
         raise ValueError(f"norm_type must be a number, got {norm_type}")
-    for param in parameters:
-        if not isinstance(param, Tensor):
-            raise TypeError(f"parameters must be tensors, got {type(param).__name__}")
+    try:
+        return _clip(parameters, float(max_norm), norm_type, error_if_nonfinite, foreach)
+    except (AttributeError, TypeError):  # looked for now only: it would take longer than the rest
+        for param in parameters:
+            if not isinstance(param, Tensor):
+                raise TypeError(f"parameters must be tensors, got {type(param).__name__}") from None
+        raise
+
+
+def _clip(
+    parameters: list[Tensor],
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+    foreach: bool | None,
+) -> Tensor:
     first = next((param.grad for param in parameters if param.grad is not None), None)
     if first is None:
         return torch.zeros((), dtype=torch.float32)
@@ -2555,12 +2577,9 @@ def clip_grad_norm_(
     if parts is None:
         return _torchs_clip(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     sums = [_over_shards(part.grads.norm_sq(), part.shards) for part in parts]
-    device = sums[0].device
-    total = sums[0]
-    if len(sums) > 1:
-        total = torch.stack([part.to(device) for part in sums]).sum(dim=0)
+    total = _total(sums)
     _reject_nonfinite(total, error_if_nonfinite)
-    norms = [part.grads.clip(_on(part.device, total), float(max_norm)) for part in parts]
+    norms = [part.grads.clip(_on(part.device, total), max_norm) for part in parts]
     norm = norms[0]
     assert isinstance(norm, Tensor)
     return norm
@@ -2615,12 +2634,10 @@ def _torchs_clip(
             parameters, max_norm, norm_type, error_if_nonfinite, foreach
         )
         return norm if _shards_of(norm) is None else norm.full_tensor()  # type: ignore[attr-defined]
-    device = grads[0].device
-    total = sum(_sum_of_squares([grad], grad.device).to(device) for grad in grads)
-    assert isinstance(total, Tensor)
+    total = _total([_sum_of_squares([grad], grad.device) for grad in grads])
     _reject_nonfinite(total, error_if_nonfinite)
     norm = total.sqrt().float().reshape(())
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    factor = _clip_factor(norm, max_norm)
     for grad in grads:
         # In two steps: torch's copy of fp32 into a negating view of fp16 forgets the sign.
         grad.copy_((grad.float() * factor.to(grad.device)).to(grad.dtype))

@@ -286,7 +286,6 @@ def pick_device(name: str) -> torch.device:
 def check_combination(config: DictConfig, trainer: Trainer) -> None:
     """What one group asks for, another must be able to give."""
     precision, fused = config.precision, "master_weights" in config.optimizer
-    needs_fused = f"needs a fused optimizer ({options_with('optimizer', 'master_weights')})"
     for key, allowed in (("param_dtype", [*DTYPES]), ("autocast", [*DTYPES, None])):
         if precision[key] not in allowed:
             listed = ", ".join(name or "null" for name in allowed)
@@ -298,11 +297,9 @@ def check_combination(config: DictConfig, trainer: Trainer) -> None:
             raise ConfigError(f"precision.{key} must be true or false, got {got}")
     for key in ("master_weights", "store_param_remainders", "state_dtype"):
         if precision[key] and not fused:
-            asked = f"precision.{key}={spelled(precision[key])} {needs_fused}"
-            raise ConfigError(
-                f"{asked}, got {config.optimizer._target_}; with it, precision=fp32, bf16_amp or "
-                "fp16 is allowed"
-            )
+            asked = f"precision.{key}={spelled(precision[key])}"
+            others = "precision=fp32, bf16_amp or fp16"
+            raise ConfigError(needs_fused(asked, config.optimizer._target_, others))
     if config.optimizer.get("use_decoupled_grad"):
         raise ConfigError(
             "optimizer.use_decoupled_grad=true needs a p.decoupled_grad, which train.py does not "
@@ -310,10 +307,8 @@ def check_combination(config: DictConfig, trainer: Trainer) -> None:
         )
     if trainer.grad_release:
         if not fused:
-            raise ConfigError(
-                f"trainer.grad_release=true {needs_fused}, got {config.optimizer._target_}; with "
-                "it, trainer.grad_release=false is allowed"
-            )
+            asked, others = "trainer.grad_release=true", "trainer.grad_release=false"
+            raise ConfigError(needs_fused(asked, config.optimizer._target_, others))
         for key, value, needed in (
             ("trainer.accumulate", trainer.accumulate, 1),
             ("trainer.max_grad_norm", trainer.max_grad_norm, None),
@@ -324,6 +319,11 @@ def check_combination(config: DictConfig, trainer: Trainer) -> None:
                 raise ConfigError(
                     f"trainer.grad_release=true needs {key}={spelled(needed)}, got {spelled(value)}"
                 )
+
+
+def needs_fused(asked: str, got: str, others: str) -> str:
+    fused = options_with("optimizer", "master_weights")
+    return f"{asked} needs a fused optimizer ({fused}), got {got}; with it, {others} is allowed"
 
 
 def build(section: str, node: DictConfig, *arguments: Any) -> Any:
