@@ -586,6 +586,10 @@ class _Code(NamedTuple):
     bias: int = 127
     top: int | None = None  # exponent of a block's largest element; None: no block scales
 
+    def is_rotated(self, role: _Role) -> bool:
+        """Whether the sign bit, of roots that have none, is the lowest bit of the mantissa."""
+        return role.is_square and self.top is not None and self.dtype.itemsize == 1
+
 
 _F32 = _Code("F32", torch.float32)
 _CODES = {
@@ -668,7 +672,7 @@ def _per_block(flat: Tensor) -> Tensor:
 
 def _decode(code: _Code, role: _Role, raw: Tensor, scale: Tensor | None) -> Tensor:
     """Flat fp32 values of a flat stored tensor."""
-    values = raw.float()
+    values = _decode_rotated(code, raw) if code.is_rotated(role) else raw.float()
     if code.top is None:
         return values
     assert scale is not None
@@ -682,6 +686,9 @@ def _encode(
     """Flat stored tensor of flat fp32 values, and the block scales if it has any."""
     scale = None
     x = values
+    rotated = code.is_rotated(role)
+    if rotated:
+        code = code._replace(mantissa=code.mantissa + 1)
     if code.top is not None:
         x = values.sqrt() if role.is_square else values
         blocks = _per_block(x)
@@ -699,36 +706,71 @@ def _encode(
         x = x.where(x.isfinite(), torch.nan)
     if code.dtype is torch.float32:
         return x, scale
-    if role is _Role.MAXIMUM:
-        raw = x.to(code.dtype)
+    if role is not _Role.MAXIMUM:
+        raw = _round_stochastic(code, x, noise(x.numel()), has_sign=not rotated)
+    elif rotated:
+        raw = _round_nearest(code, x)
     else:
-        raw = _round_stochastic(code, x, noise(x.numel()))
+        raw = x.to(code.dtype)
     if role.is_square:
-        smallest = torch.ones_like(raw.view(_INT_OF[raw.element_size()])).view(raw.dtype)
-        raw = torch.where((raw.float() == 0) & (values > 0), smallest, raw)
+        bits = raw.view(_INT_OF[raw.element_size()])
+        bits = torch.where((bits == 0) & (values > 0), 1, bits)
+        raw = (_rotated(bits, 1) if rotated else bits).view(raw.dtype)
     return raw, scale
 
 
 _INT_OF = {1: torch.uint8, 2: torch.int16}
 
 
-def _round_stochastic(code: _Code, x: Tensor, random: Tensor) -> Tensor:
+def _rotated(codes: Tensor, to_the_right: int) -> Tensor:
+    codes = codes.int()
+    return (codes >> to_the_right | codes << (8 - to_the_right)).to(torch.uint8)
+
+
+def _decode_rotated(code: _Code, raw: Tensor) -> Tensor:
+    """fp32 values of an fp8 tensor whose sign bit is the lowest bit of the mantissa."""
+    bits = _rotated(raw.view(torch.uint8), 7).int()
+    exponent, mantissa = bits >> (code.mantissa + 1), bits & (2 << code.mantissa) - 1
+    mantissa = mantissa + (exponent > 0) * (2 << code.mantissa)
+    values = torch.ldexp(mantissa.float(), exponent.clamp(min=1) - (code.bias + code.mantissa + 1))
+    return values.where(raw.float().isfinite(), raw.float().abs())
+
+
+def _at_bottom(code: _Code, x: Tensor) -> Tensor:
+    """Bits of |x| times a power of two that makes this format's exponents the smallest of fp32.
+
+    Dropping bits then rounds what is subnormal, too.
+    """
+    magnitude = x.abs()
+    normal = magnitude.view(torch.int32) - ((127 - code.bias) << 23)
+    subnormal = (magnitude * 2.0 ** (code.bias + 22)).round().int()
+    return normal.where(magnitude >= 2.0 ** (1 - code.bias), subnormal).long()
+
+
+def _round_nearest(code: _Code, x: Tensor) -> Tensor:
+    """`nearest` of a Minifloat without a sign: raw, before its bits are rotated."""
+    drop = 23 - code.mantissa
+    bits = _at_bottom(code, x)
+    bits = (bits + (1 << (drop - 1)) - 1 + (bits >> drop & 1)) >> drop
+    largest = 0xFD if code.dtype is torch.float8_e4m3fn else 0xF7
+    return bits.clamp(max=largest).where(~x.isnan(), 0xFE).to(torch.uint8).view(code.dtype)
+
+
+def _round_stochastic(code: _Code, x: Tensor, random: Tensor, has_sign: bool = True) -> Tensor:
     """`stochastic` of BF16 and Minifloat in precision.cuh, on a flat fp32 tensor."""
     bits = x.view(torch.int32)
     if code.top is None:
         rounded = (bits + random) >> 16
         return rounded.to(torch.int16).view(code.dtype).where(~x.isnan(), torch.nan)
-    # x times a power of two that makes this format's exponents the smallest ones of fp32: dropping
-    # bits then rounds what is subnormal, too.
-    magnitude = x.abs()
-    normal = (bits & 0x7FFFFFFF) - ((127 - code.bias) << 23)
-    subnormal = (magnitude * 2.0 ** (code.bias + 22)).round().int()
-    at_bottom = normal.where(magnitude >= 2.0 ** (1 - code.bias), subnormal).long()
+    at_bottom = _at_bottom(code, x)
     width = 8 * code.dtype.itemsize
-    noise = random.long() << 8 if width == 8 else random & 0xFF80
+    kept = 0xFF80 if width == 16 else 0xFFFE if code.mantissa == 4 else 0xFFFF
+    noise = (random.long() & kept) << (0 if width == 16 else 8)
     raw = ((at_bottom << (9 + code.mantissa - width)) + noise) >> (32 - width)
-    raw = raw | (bits < 0).long() << (width - 1)
-    raw = raw.where(~x.isnan(), 0x7F if width == 8 else 0x7E00)
+    if has_sign:
+        raw = raw | (bits < 0).long() << (width - 1)
+    nan = 0x7E00 if width == 16 else 0x7F if has_sign else 0xFE
+    raw = raw.where(~x.isnan(), nan)
     return raw.to(_INT_OF[width // 8]).view(code.dtype)
 
 

@@ -546,7 +546,7 @@ struct Layout<Signature<R, P, G, M, kStochastic, Codes...>> {
   static constexpr bool kTwoSlices = kBlockScaled && !kNeedsMost;
   static constexpr int kBlocksPerMultiprocessor = kElements == 4             ? (kOnlyWide ? 12 : 10)
                                                   : sizeof...(Codes) == 3    ? 6
-                                                  : !kBlockScaled            ? 9
+                                                  : !kBlockScaled            ? (kIsSplit ? 8 : 9)
                                                   : kNeedsMost || kNeedsMore ? 7
                                                                              : 8;
   template <int N>

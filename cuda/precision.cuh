@@ -183,6 +183,7 @@ struct Random {
   template <int kBits, int kShift>
   static FUSEDOPT_HD uint32_t part(uint32_t draw, int half) {
 #ifdef __CUDA_ARCH__
+    if constexpr (kBits == 15) return part<16, kShift - 1>(draw & 0xfffefffeu, half);
     if constexpr (kBits % 8 == 0 && kShift % 8 == 0) {  // whole bytes: one instruction
       uint32_t selector = 0x4444;                       // zeros
       for (int i = 0; i < kBits / 8; ++i) {
@@ -237,13 +238,16 @@ struct BF16 {
 // A float of kMantissa explicit bits with subnormals, narrower than fp32 in range. kTop is the
 // exponent that a block's largest element gets; kLargest, kInfinity and kNan are codes. nearest()
 // of more than the largest finite number saturates for fp8 and is infinite for fp16, as a cast is.
-template <class S, int kMantissa, int kBias, int kTopExponent, uint32_t kLargest,
-          uint32_t kInfinity, uint32_t kNan>
+template <class S, int kMantissa, int kBias, int kTopExponent, uint32_t kLargestCode,
+          uint32_t kInfinity, uint32_t kNan, bool kHasSignBit = true>
 struct Minifloat {
   using Storage = S;
+  static constexpr bool kHasSign = kHasSignBit;
+  static constexpr uint32_t kLargest = kLargestCode;
   static constexpr bool kBlockScaled = true;
   static constexpr int kTop = kTopExponent;
   static constexpr int kMantissaBits = kMantissa;
+  static constexpr float kFromBottom = power_of_two(127 - kBias);  // see kToBottom
   static constexpr int kSmallestNormal = 1 - kBias;
 
   static FUSEDOPT_HD float decode(S code) {
@@ -253,7 +257,9 @@ struct Minifloat {
         static_cast<float>(static_cast<int32_t>(magnitude)) * power_of_two(1 - kBias - kMantissa);
     float x = magnitude >> kMantissa ? normal : subnormal;
     if (magnitude > kLargest) x = magnitude == kInfinity ? bits_float(0x7f800000u) : NAN;
-    return bits_float(float_bits(x) | (uint32_t{code} & kSign) << (32 - kBits));
+    if constexpr (kHasSign)
+      x = bits_float(float_bits(x) | (uint32_t{code} & kSign) << (32 - kBits));
+    return x;
   }
 
   static FUSEDOPT_HD S nearest(float x) {
@@ -267,7 +273,8 @@ struct Minifloat {
       code = sizeof(S) == 1 ? kLargest : kInfinity;
     }
     if (x != x) code = kNan;
-    return static_cast<S>(code | float_bits(x) >> 31 << (kBits - 1));
+    if constexpr (kHasSign) code |= float_bits(x) >> 31 << (kBits - 1);
+    return static_cast<S>(code);
   }
 
   // For each value, in units of a block's scale, a number of this format next to it: the farther
@@ -282,6 +289,8 @@ struct Minifloat {
     uint32_t codes[N];
     if constexpr (kMantissa > 7) {
       random.template bits<9, 7>(stream, codes);
+    } else if constexpr (kMantissa == 4) {  // and there is room for 15
+      random.template bits<15, 9>(stream, codes);
     } else {
       random.template bits<16, 8>(stream, codes);
     }
@@ -301,7 +310,7 @@ struct Minifloat {
 #endif
     FUSEDOPT_UNROLL
     for (int i = 0; i < N; ++i) {
-      codes[i] += float_bits(scaled[i]) << (8 - kExponentBits);
+      codes[i] += float_bits(scaled[i]) << (9 - kHasSign - kExponentBits);
       if (kSigned) codes[i] |= float_bits(values[i]) & 0x80000000u;
     }
     if (!all_finite) {
@@ -328,11 +337,12 @@ struct Minifloat {
  private:
   static constexpr int kBits = 8 * sizeof(S);
   static constexpr int kDrop = 23 - kMantissa;
-  static constexpr uint32_t kSign = 1u << (kBits - 1);
-  static constexpr uint32_t kMagnitude = kSign - 1;
+  static constexpr uint32_t kSign = kHasSign ? 1u << (kBits - 1) : 0;
+  static constexpr uint32_t kMagnitude =
+      ((1u << (kBits - 1)) - 1) | (kHasSign ? 0 : 1u << (kBits - 1));
   static constexpr int kBelow = 32 - kBits;  // bits of a word below a code in its highest ones
 
-  static constexpr int kExponentBits = kBits - 1 - kMantissa;
+  static constexpr int kExponentBits = kBits - kHasSign - kMantissa;
 
   // Times this, the exponents of this format are the smallest ones of fp32: what is subnormal in
   // one is so in the other, and dropping bits rounds both.
@@ -351,6 +361,25 @@ struct Minifloat {
 using F16 = Minifloat<uint16_t, 10, 15, 14, 0x7bff, 0x7c00, 0x7e00>;
 using E4M3 = Minifloat<uint8_t, 3, 7, 8, 0x7e, 0xff, 0x7f>;  // has no infinity
 using E5M2 = Minifloat<uint8_t, 2, 15, 14, 0x7b, 0x7c, 0x7f>;
+
+// What keeps the root of a second moment. It is never negative, so the sign bit of an fp8 number is
+// free: it is one more bit of mantissa, the lowest. Who reads the number without its sign, as a
+// square does, is half a step off at most.
+template <class Code>
+struct OfRoots {
+  using Number = Code;
+  static constexpr bool kRotated = false;
+};
+template <>
+struct OfRoots<E4M3> {
+  using Number = Minifloat<uint8_t, 4, 7, 8, 0xfd, 0x100, 0xfe, false>;
+  static constexpr bool kRotated = true;  // a number, rotated right by one bit, is what is stored
+};
+template <>
+struct OfRoots<E5M2> {
+  using Number = Minifloat<uint8_t, 3, 15, 14, 0xf7, 0xf8, 0xfe, false>;
+  static constexpr bool kRotated = true;
+};
 
 // N numbers at once: on CUDA by pairs, as the converting instructions do.
 template <class Code, int N>
@@ -391,6 +420,35 @@ FUSEDOPT_HD void decode(const typename Code::Storage (&raw)[N], float (&values)[
       }
     }
 #endif
+  }
+}
+
+// Of bytes as they are stored, with the sign bit as the lowest one of the mantissa.
+template <class Number, int N>
+FUSEDOPT_HD void decode_rotated(const uint8_t (&raw)[N], float (&values)[N]) {
+#ifdef __CUDA_ARCH__
+  constexpr uint32_t kBytes = 0x01010101;
+  uint32_t words[N / 4], unusual = 0;
+  memcpy(words, raw, sizeof raw);
+  FUSEDOPT_UNROLL
+  for (int i = 0; i < N / 4; ++i) {
+    // A carry where a code is above the largest number's.
+    unusual |= (words[i] & 0x7fu * kBytes) + (0x7f - (Number::kLargest >> 1)) * kBytes;
+    words[i] = (words[i] << 1 & 0xfeu * kBytes) | (words[i] >> 7 & kBytes);
+  }
+  if (!(unusual & 0x80u * kBytes)) {
+    FUSEDOPT_UNROLL
+    for (int i = 0; i < N; ++i) {
+      // To where it is a number whose exponents are the smallest ones of fp32.
+      const uint32_t code = __byte_perm(words[i / 4], 0, 0x0444 | (i % 4) << 12);
+      values[i] = bits_float(code >> (1 + Number::kMantissaBits)) * Number::kFromBottom;
+    }
+    return;
+  }
+#endif
+  FUSEDOPT_UNROLL
+  for (int i = 0; i < N; ++i) {
+    values[i] = Number::decode(static_cast<uint8_t>(raw[i] << 1 | raw[i] >> 7));
   }
 }
 
@@ -446,10 +504,16 @@ struct Stream {
   static constexpr bool kForgets = kRole == Role::kMoment || kRole == Role::kSecondMoment;
   static constexpr bool kRoot = kBlockScaled && kIsSquare;
   static constexpr bool kKeepsNonzero = kIsSquare && sizeof(Storage) < sizeof(float);
+  static constexpr bool kRotated = kRoot && OfRoots<Code>::kRotated;
+  using Number = std::conditional_t<kRoot, typename OfRoots<Code>::Number, Code>;
 
   template <int N>
   static FUSEDOPT_HD void decode(const Storage (&raw)[N], float scale, float (&values)[N]) {
-    fusedopt::decode<Code>(raw, values);
+    if constexpr (kRotated) {
+      decode_rotated<Number>(raw, values);
+    } else {
+      fusedopt::decode<Code>(raw, values);
+    }
     if constexpr (kBlockScaled) {
       FUSEDOPT_UNROLL
       for (int i = 0; i < N; ++i) {
@@ -465,11 +529,11 @@ struct Stream {
     float largest = bits_float(largest_bits);
     if (kRoot) largest = ::sqrtf(largest);
     if (!kForgets) {  // the power of two below it, after it is rounded
-      const uint32_t half_a_step = 1u << (22 - Code::kMantissaBits);
+      const uint32_t half_a_step = 1u << (22 - Number::kMantissaBits);
       const uint32_t power = (float_bits(largest) + half_a_step) & 0x7f800000u;
       largest = bits_float(power < 0x7f000000u ? power : 0x7f000000u);
     }
-    const float scale = largest * power_of_two(kForgets ? -Code::kTop : 1 - Code::kTop);
+    const float scale = largest * power_of_two(kForgets ? -Number::kTop : 1 - Number::kTop);
     return scale > power_of_two(-126) ? scale : power_of_two(-126);
   }
 
@@ -486,7 +550,9 @@ struct Stream {
       constexpr uint32_t kSigns = sizeof(Storage) == 1 ? 0x80808080u : 0x80008000u;
       uint32_t nonzero = kSigns;  // the sum's carry is there, if a number (without sign) is not 0
       FUSEDOPT_UNROLL
-      for (int i = 0; i < kWords; ++i) nonzero &= words[i] + ~kSigns;
+      for (int i = 0; i < kWords; ++i) {
+        nonzero &= kRotated ? (words[i] & ~kSigns) + ~kSigns | words[i] : words[i] + ~kSigns;
+      }
       if (nonzero != kSigns) {
         Storage kept[N], exact[N];
         memcpy(kept, words, sizeof kept);
@@ -504,6 +570,13 @@ struct Stream {
         memcpy(words, kept, sizeof kept);
       }
     }
+    if constexpr (kRotated) {
+      constexpr uint32_t kBytes = 0x01010101;
+      FUSEDOPT_UNROLL
+      for (int i = 0; i < kWords; ++i) {
+        words[i] = (words[i] >> 1 & 0x7fu * kBytes) | (words[i] << 7 & 0x80u * kBytes);
+      }
+    }
     memcpy(raw, words, sizeof raw);
   }
 
@@ -519,9 +592,10 @@ struct Stream {
         FUSEDOPT_UNROLL
         for (int i = 0; i < N; ++i) scaled[i] = is_finite(values[i]) ? scaled[i] : NAN;
       }
-      encode_nearest<Code>(scaled, raw);
+      encode_nearest<Number>(scaled, raw);
     } else if constexpr (kBlockScaled) {
-      Code::template stochastic<!kIsSquare>(values, inverse_scale, all_finite, random, stream, raw);
+      Number::template stochastic<!kIsSquare>(values, inverse_scale, all_finite, random, stream,
+                                              raw);
     } else {
       Code::stochastic(values, random, stream, raw);
     }

@@ -302,7 +302,16 @@ def scales(state: States, name: str) -> Tensor:
 
 def roots(state: States, name: str) -> Tensor:
     """A state; of a block-scaled second moment the root, which is what is stored of it."""
-    return flat(state[name]).float().double() * scales(state, name)
+    stored = flat(state[name])
+    values = stored.float().double()
+    if is_fp8_root(state, name):  # whose sign bit is half a step more
+        half = (bits(stored) < 0) * spacing(values.abs(), stored.dtype) / 2
+        values = values.abs() + half.where(values.isfinite(), 0)
+    return values * scales(state, name)
+
+
+def is_fp8_root(state: States, name: str) -> bool:
+    return is_root(state, name) and state[name].element_size() == 1
 
 
 def is_root(state: States, name: str) -> bool:
@@ -340,6 +349,11 @@ def spacing(values: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     exponent = torch.frexp(values.abs())[1] - 1
     exponent = exponent.where(values != 0, lowest).clamp(min=lowest)
     return torch.ldexp(torch.ones_like(values), exponent - mantissa)
+
+
+def step_of(values: Tensor, state: States, name: str) -> Tensor:
+    """The distance of neighbouring stored numbers of a state at each value, before its scale."""
+    return spacing(values, state[name].dtype) / (2 if is_fp8_root(state, name) else 1)
 
 
 def snapshot(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -436,7 +450,7 @@ def check_state(where: str, name: str, state: States, want: Tensor, ulps: float)
     if tensor.dtype != torch.float32:
         scale = scales(state, name)
         largest = torch.maximum(got.abs(), want.abs()) / scale
-        slack = slack + spacing(largest, tensor.dtype) * scale
+        slack = slack + step_of(largest, state, name) * scale
     off = (got - want).abs() / slack
     assert off.max() <= 1, f"{where}: error {off.max():.3g} of the allowed one"
 

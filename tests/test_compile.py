@@ -28,6 +28,7 @@ SIGNATURES = (
     ("Adam", "F16", "F16", "F32", False, ("F16", "F16")),
     ("Adam", "BF16", "F32", "F16", False, ("E4M3", "E4M3")),
     ("Adam", "BF16", "BF16", "Remainder16", False, ("F32", "F32")),
+    ("Adam", "BF16", "BF16", "Remainder16", False, ("BF16", "BF16")),
     ("Adam", "BF16", "BF16", "Remainder16", False, ("E4M3", "E5M2")),
     ("Adam", "BF16", "BF16", "Remainder8", False, ("E4M3", "E4M3")),
     ("Adam", "BF16", "BF16", "Remainder8", False, ("F32", "E4M3", "E4M3")),

@@ -29,6 +29,7 @@ from cases import (
     set_grads,
     snapshot,
     spacing,
+    step_of,
     weight_of,
 )
 from torch import Tensor
@@ -161,7 +162,7 @@ def test_blocks(case: Case, device: torch.device, backend: str) -> None:
                 assert code == (0 if i == 512 else top)
             elif i != 512:
                 assert torch.equal(scale.log2(), scale.log2().round())
-                step = spacing(code.double(), state[name].dtype) * scale[i // 256]
+                step = step_of(code.double(), state, name) * scale[i // 256]
                 assert error <= step * 0.51, (name, i)
                 assert top / 2 <= code < top
 
@@ -220,9 +221,12 @@ def fill_with_codes(raw: Tensor, scale: Tensor, positive: bool, forgets: bool) -
     codes = torch.arange(1 << 8 * width).to({1: torch.uint8, 2: torch.int32}[width])
     values = (codes if width == 1 else codes.to(torch.int16)).view(raw.dtype).float()
     values = values[values.isfinite() & (values.abs() <= top)]
-    values = values[~(values.signbit() & (values == 0))]  # a step makes 0 of -0
-    if positive:
-        values = values[values >= 0]
+    if positive and width == 1:  # the sign bit is one of the mantissa
+        values = values[~values.signbit() | (values.abs() < top)]
+    elif positive:
+        values = values[~values.signbit()]
+    else:
+        values = values[~(values.signbit() & (values == 0))]  # a step makes 0 of -0
     chosen = values[torch.randint(len(values), (raw.numel() // 256, 256))]
     chosen[:, 7] = top
     raw.copy_(chosen.flatten().to(raw.device))
@@ -250,7 +254,7 @@ def test_rounding_is_unbiased(case: Case, device: torch.device, backend: str) ->
         if name == "exp_avg_sq" and not is_root(state, name):
             want = (grad * grad).double()
         scale = scales(state, name)
-        unit = spacing(want / scale, state[name].dtype) * scale
+        unit = step_of(want / scale, state, name) * scale
         # Second moments below the smallest code are raised to it, and there is nothing left over.
         counted = (want > unit) & (got != want)
         error = ((got - want) / unit)[counted]
