@@ -596,12 +596,13 @@ class Plan {
           if (size != PyTuple_GET_SIZE(before.ptr())) return false;
           PyObject** now = PySequence_Fast_ITEMS(params);
           PyObject** then = PySequence_Fast_ITEMS(before.ptr());
-          bool same = true;
-          for (Py_ssize_t i = 0; i < size && same; ++i) {
-            same = now[i] == then[i] && THPVariable_Unpack(now[i]).unsafeGetTensorImpl() ==
-                                            structure_.tensors[tensors++];
+          for (Py_ssize_t i = 0; i < size; ++i) {
+            if (now[i] != then[i] ||
+                THPVariable_Unpack(now[i]).unsafeGetTensorImpl() != structure_.tensors[tensors++]) {
+              return false;
+            }
           }
-          return same;
+          return true;
         },
         [&](int64_t number) {
           return numbers < structure_.numbers.size() && structure_.numbers[numbers++] == number;
@@ -925,7 +926,7 @@ class Plan {
           TORCH_CHECK_VALUE(
               size == 2,
               message(py::str(key), " must be a number, or two in betas, got ", py::repr(value)));
-          for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(value); ++i) {
+          for (int64_t i = 0; i < size; ++i) {
             push_value(PySequence_Fast_GET_ITEM(value, i), header, key);
           }
         } else {

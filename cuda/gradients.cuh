@@ -2,6 +2,9 @@
 // norm. Knows no optimizer. Every function is one launch.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
+
 #include "multi_tensor.cuh"
 
 namespace fusedopt {
