@@ -121,6 +121,18 @@ struct Span {
   int64_t last;
   uint32_t stage = 0;  // shared address of what the CTA loads next
   static FUSEDOPT_HD int place(int i) { return i / kRun * kRunStride + i % kRun; }
+  // Of kScaleBlock elements; 32 bits are enough, and fewer instructions.
+  FUSEDOPT_HD uint32_t block() const {
+#ifdef __CUDA_ARCH__  // the compiler would make it 64 bits again
+    uint32_t block;
+    asm("{.reg .b32 low, high; mov.b64 {low, high}, %1; shf.r.wrap.b32 %0, low, high, %2;}"
+        : "=r"(block)
+        : "l"(offset), "n"(kScaleBlockBits));
+    return block;
+#else
+    return static_cast<uint32_t>(offset >> kScaleBlockBits);
+#endif
+  }
 };
 
 #if defined(__CUDACC__)
@@ -302,37 +314,40 @@ struct Lanes {
   }
 };
 
-// Among a block's values: the bits of the largest finite magnitude, and whether all are finite.
-struct Largest {
-  uint32_t bits;
-  bool is_finite;
-};
-
+// The bits of the largest magnitude among values, to which NaN and infinity count too.
 template <bool kNotNegative, int N>
-FUSEDOPT_HD Largest largest_finite(const float (&values)[N]) {
+FUSEDOPT_HD uint32_t largest_magnitude(const float (&values)[N]) {
 #ifdef __CUDA_ARCH__
-  uint32_t seen = 0;
+  uint32_t largest = 0;
   if constexpr (kNotNegative) {  // the order of bits is that of numbers; NaN is the largest
     FUSEDOPT_UNROLL
-    for (int i = 0; i < N; ++i) seen = max(seen, float_bits(values[i]));
+    for (int i = 0; i < N; ++i) largest = max(largest, float_bits(values[i]));
   } else {
     float magnitude = 0;
     FUSEDOPT_UNROLL
     for (int i = 0; i < N; ++i) magnitude = larger_magnitude_or_nan(magnitude, values[i]);
-    seen = float_bits(magnitude);
+    largest = float_bits(magnitude);
   }
-  seen = Lanes<N>::largest(seen);
-  if (seen < 0x7f800000u) return {seen, true};
-#endif
-  int32_t largest = 0, of_all = 0;  // without a sign, and compared as vector units do best
-  FUSEDOPT_UNROLL
+#else
+  int32_t largest = 0;  // without a sign, and compared as vector units do best
   for (int i = 0; i < N; ++i) {
     const auto bits = static_cast<int32_t>(float_bits(values[i]) & 0x7fffffffu);
-    const int32_t finite = bits < 0x7f800000 ? bits : 0;
-    largest = largest > finite ? largest : finite;
-    of_all = of_all > bits ? of_all : bits;
+    largest = largest > bits ? largest : bits;
   }
-  return {Lanes<N>::largest(static_cast<uint32_t>(largest)), of_all < 0x7f800000};
+#endif
+  return static_cast<uint32_t>(largest);
+}
+
+// The same without NaN and infinity.
+template <int N>
+FUSEDOPT_HD uint32_t largest_finite(const float (&values)[N]) {
+  uint32_t largest = 0;
+  FUSEDOPT_UNROLL
+  for (int i = 0; i < N; ++i) {
+    const uint32_t bits = float_bits(values[i]) & 0x7fffffffu;
+    if (bits < 0x7f800000u && bits > largest) largest = bits;
+  }
+  return largest;
 }
 
 // ---- slices: N elements of one stream ----------------------------------------------------------
@@ -343,13 +358,13 @@ struct Slice {
       N * sizeof(typename Stream::Storage) + (Stream::kBlockScaled ? sizeof(float) : 0);
   typename Stream::Storage raw[N];
   float scale;
+  uint32_t largest;  // bits of the largest magnitude that will be written to the block
 
   template <bool kWhole, int kRun, From kFrom>
   FUSEDOPT_HD void load(const void* base, const float* scales, Span<kRun, kFrom>& span) {
     if constexpr (Stream::kBlockScaled) {
       float block[1];
-      Span<1, kFrom> blocks = {span.offset >> kScaleBlockBits, span.last >> kScaleBlockBits,
-                               span.stage};
+      Span<1, kFrom> blocks = {span.block(), span.last >> kScaleBlockBits, span.stage};
       fusedopt::load<kWhole>(scales, blocks, block);
       span.stage = blocks.stage;
       scale = block[0];
@@ -357,9 +372,23 @@ struct Slice {
     fusedopt::load<kWhole>(base, span, raw);
   }
 
-  FUSEDOPT_HD void read(float (&values)[N]) const { Stream::decode(raw, scale, values); }
+  template <bool kUsual>
+  FUSEDOPT_HD void read(float (&values)[N]) {
+    largest = Stream::template decode<kUsual>(raw, scale, values);
+  }
 
-  template <bool kWhole, int kRun, From kFrom, class Math>
+  // Whether the block that `values` make is usual. Called for all slices before the first one is
+  // written: what is unusual is left to others then.
+  FUSEDOPT_HD bool measure(const float (&values)[N]) {
+    if constexpr (Stream::kBlockScaled) {
+      largest = Lanes<N>::largest(largest | largest_magnitude<Stream::kRoot>(values));
+      return Stream::is_usual(largest);
+    } else {
+      return true;
+    }
+  }
+
+  template <bool kWhole, bool kUsual, int kRun, From kFrom, class Math>
   FUSEDOPT_HD void write(void* base, float* scales, Span<kRun, kFrom> span,
                          const float (&values)[N], const Random<N>& random, int stream,
                          Math (&math)[N]) {
@@ -373,16 +402,20 @@ struct Slice {
       }
     }
     float inverse = 1;
-    Largest largest = {0, true};
+    bool usual = true;
     if constexpr (Stream::kBlockScaled) {
-      largest = largest_finite<Stream::kRoot>(values);
-      scale = Stream::scale_of(largest.bits);
+      usual = kUsual || Stream::is_usual(largest);
+      if (usual) {
+        scale = Stream::template scale_of<true>(largest);
+      } else {
+        scale = Stream::template scale_of<false>(Lanes<N>::largest(largest_finite(values)));
+      }
       inverse = Approximate::inverse(scale);
       if (Lanes<N>::is_first() && (kWhole || span.offset <= span.last)) {
-        scales[span.offset >> kScaleBlockBits] = scale;
+        scales[span.block()] = scale;
       }
     }
-    Stream::encode(kept, values, inverse, largest.is_finite, random, stream, raw);
+    Stream::template encode<kUsual>(kept, values, inverse, usual, random, stream, raw);
     store<kWhole>(base, span, raw);
   }
 };
@@ -393,8 +426,10 @@ struct States {
   static constexpr int kBytes = 0;
   template <bool kWhole, int kRun, From kFrom>
   FUSEDOPT_HD void load(const TensorRow&, Span<kRun, kFrom>&) {}
-  FUSEDOPT_HD void read(float (&)[kMaxStates][N]) const {}
-  template <bool kWhole, int kRun, From kFrom, class Math>
+  template <bool kUsual>
+  FUSEDOPT_HD void read(float (&)[kMaxStates][N]) {}
+  FUSEDOPT_HD bool measure(const float (&)[kMaxStates][N]) { return true; }
+  template <bool kWhole, bool kUsual, int kRun, From kFrom, class Math>
   FUSEDOPT_HD void write(const TensorRow&, Span<kRun, kFrom>, float (&)[kMaxStates][N],
                          const Random<N>&, Math (&)[N]) {}
 };
@@ -410,16 +445,20 @@ struct States<N, kIndex, Rule, Code, Codes...> {
     first.template load<kWhole>(row.states[kIndex], row.state_scales[kIndex], span);
     rest.template load<kWhole>(row, span);
   }
-  FUSEDOPT_HD void read(float (&values)[kMaxStates][N]) const {
-    first.read(values[kIndex]);
-    rest.read(values);
+  template <bool kUsual>
+  FUSEDOPT_HD void read(float (&values)[kMaxStates][N]) {
+    first.template read<kUsual>(values[kIndex]);
+    rest.template read<kUsual>(values);
   }
-  template <bool kWhole, int kRun, From kFrom, class Math>
+  FUSEDOPT_HD bool measure(const float (&values)[kMaxStates][N]) {
+    return first.measure(values[kIndex]) & rest.measure(values);
+  }
+  template <bool kWhole, bool kUsual, int kRun, From kFrom, class Math>
   FUSEDOPT_HD void write(const TensorRow& row, Span<kRun, kFrom> span,
                          float (&values)[kMaxStates][N], const Random<N>& random, Math (&math)[N]) {
-    first.template write<kWhole>(row.states[kIndex], row.state_scales[kIndex], span, values[kIndex],
-                                 random, kIndex, math);
-    rest.template write<kWhole>(row, span, values, random, math);
+    first.template write<kWhole, kUsual>(row.states[kIndex], row.state_scales[kIndex], span,
+                                         values[kIndex], random, kIndex, math);
+    rest.template write<kWhole, kUsual>(row, span, values, random, math);
   }
 };
 
@@ -429,26 +468,45 @@ constexpr int kWeightStream = kMaxStates;  // its random stream
 template <class P, bool kStochastic, class Master, int N>  // a master kept apart; P is only written
 struct Weight {
   Slice<Stream<Master, Role::kWeight>, N> master;
+  uint32_t largest = 0;  // bits of fp8 parameters' largest magnitude
   static constexpr int kBytes = decltype(master)::kBytes;
+  static constexpr bool kIsFp8 = sizeof(typename P::Storage) == 1;  // one scale, of the last step
 
   template <bool kWhole, int kRun, From kFrom>
   FUSEDOPT_HD void load(const TensorRow& row, Span<kRun, kFrom>& span) {
     master.template load<kWhole>(row.master, row.master_scale, span);
   }
-  FUSEDOPT_HD void read(float (&values)[N]) const { master.read(values); }
-  template <bool kWhole, int kRun, From kFrom>
+  template <bool kUsual>
+  FUSEDOPT_HD void read(float (&values)[N]) {
+    master.template read<kUsual>(values);
+  }
+  FUSEDOPT_HD bool measure(const float (&values)[N]) {
+    if constexpr (kIsFp8 && !Master::kBlockScaled) {
+      largest = Lanes<N>::largest(largest_magnitude<false>(values));
+      return largest < 0x7f800000u;
+    } else {
+      return master.measure(values);
+    }
+  }
+  template <bool kWhole, bool kUsual, int kRun, From kFrom>
   FUSEDOPT_HD void write(const TensorRow& row, Span<kRun, kFrom> span, float (&values)[N],
                          uint32_t key) {
     Exact no_roots[N];
-    master.template write<kWhole>(row.master, row.master_scale, span, values, Random<N>(key, span),
-                                  kWeightStream, no_roots);
-    if constexpr (Master::kBlockScaled) master.read(values);  // the parameter is what the master is
+    master.template write<kWhole, kUsual>(row.master, row.master_scale, span, values,
+                                          Random<N>(key, span), kWeightStream, no_roots);
+    if constexpr (Master::kBlockScaled) {
+      master.template read<kUsual>(values);  // the parameter is what the master is
+    }
     typename P::Storage raw[N];
-    if constexpr (sizeof(typename P::Storage) == 1) {  // fp8: one delayed scale per tensor
+    if constexpr (kIsFp8) {
       const float scale = *row.fp8_scale;
-      const Largest largest = largest_finite<false>(values);
+      if constexpr (!kUsual) {
+        largest = Lanes<N>::largest(largest_finite(values));
+      } else if constexpr (Master::kBlockScaled) {
+        largest = Lanes<N>::largest(largest_magnitude<false>(values));
+      }
       if (Lanes<N>::is_first() && (kWhole || span.offset <= span.last)) {
-        Lanes<N>::raise(row.fp8_amax, largest.bits);
+        Lanes<N>::raise(row.fp8_amax, largest);
       }
       float scaled[N];
       FUSEDOPT_UNROLL
@@ -470,8 +528,12 @@ struct Weight<P, kStochastic, None, N> {
   FUSEDOPT_HD void load(const TensorRow& row, Span<kRun, kFrom>& span) {
     fusedopt::load<kWhole>(row.param, span, raw);
   }
-  FUSEDOPT_HD void read(float (&values)[N]) const { decode<P>(raw, values); }
-  template <bool kWhole, int kRun, From kFrom>
+  template <bool kUsual>
+  FUSEDOPT_HD void read(float (&values)[N]) const {
+    decode<P>(raw, values);
+  }
+  FUSEDOPT_HD bool measure(const float (&)[N]) { return true; }
+  template <bool kWhole, bool kUsual, int kRun, From kFrom>
   FUSEDOPT_HD void write(const TensorRow& row, Span<kRun, kFrom> span, float (&values)[N],
                          uint32_t key) {
     if constexpr (kStochastic) {
@@ -494,8 +556,12 @@ struct Weight<P, kStochastic, Split<R>, N> {
     fusedopt::load<kWhole>(row.param, span, half);
     fusedopt::load<kWhole>(row.master, span, remainder);
   }
-  FUSEDOPT_HD void read(float (&values)[N]) const { Split<R>::join(half, remainder, values); }
-  template <bool kWhole, int kRun, From kFrom>
+  template <bool kUsual>
+  FUSEDOPT_HD void read(float (&values)[N]) const {
+    Split<R>::join(half, remainder, values);
+  }
+  FUSEDOPT_HD bool measure(const float (&)[N]) { return true; }
+  template <bool kWhole, bool kUsual, int kRun, From kFrom>
   FUSEDOPT_HD void write(const TensorRow& row, Span<kRun, kFrom> span, float (&values)[N],
                          uint32_t key) {
     Split<R>::split(values, Random<N>(key, span), kWeightStream, half, remainder);
@@ -547,7 +613,7 @@ struct Layout<Signature<R, P, G, M, kStochastic, Codes...>> {
   static constexpr int kBlocksPerMultiprocessor = kElements == 4             ? (kOnlyWide ? 12 : 10)
                                                   : sizeof...(Codes) == 3    ? 6
                                                   : !kBlockScaled            ? (kIsSplit ? 8 : 9)
-                                                  : kNeedsMost || kNeedsMore ? 7
+                                                  : kNeedsMost ? 7 : kNeedsMore ? 7
                                                                              : 8;
   template <int N>
   using WeightOf = Weight<P, kStochastic, M, N>;
@@ -556,8 +622,10 @@ struct Layout<Signature<R, P, G, M, kStochastic, Codes...>> {
   static constexpr int kTile = kTileThreads * kElements * (kTwoSlices ? 2 : 1);
 };
 
+// One slice; the only place where numbers are read and written. kUsual: it does only what is mostly
+// needed, and false means that it wrote nothing, for more is; all threads of a block say the same.
 template <class S, int N, bool kWhole, bool kUsual, int kRun, From kFrom>
-FUSEDOPT_HD void update_slice(const TensorRow& row, const Ready<typename S::Rule>& ready,
+FUSEDOPT_HD bool update_slice(const TensorRow& row, const Ready<typename S::Rule>& ready,
                               Span<kRun, kFrom> span, const TensorRow& row_in_memory) {
   using Math = std::conditional_t<Layout<S>::kApproximate, Approximate, Exact>;
   using Grad = typename S::Grad;
@@ -571,9 +639,9 @@ FUSEDOPT_HD void update_slice(const TensorRow& row, const Ready<typename S::Rule
   float values[N], grad[N];
   float state[kMaxStates][N] = {};
   Math math[N];
-  weight.read(values);
+  weight.template read<kUsual>(values);
   decode<Grad>(raw_grad, grad);
-  states.read(state);
+  states.template read<kUsual>(state);
   FUSEDOPT_UNROLL
   for (int i = 0; i < N; ++i) {
     float own[kMaxStates] = {state[0][i], state[1][i], state[2][i]};
@@ -581,13 +649,16 @@ FUSEDOPT_HD void update_slice(const TensorRow& row, const Ready<typename S::Rule
                                                   math[i]);
     for (int n = 0; n < S::kStates; ++n) state[n][i] = own[n];
   }
+  const bool usual = weight.measure(values) & states.measure(state);
+  if (kUsual && !usual) return false;
 #ifdef __CUDA_ARCH__
   if (Layout<S>::kReadsAgain) asm volatile("" ::: "memory");
 #endif
   const TensorRow target = Layout<S>::kReadsAgain ? row_in_memory : row;
-  weight.template write<kWhole>(target, span, values, ready.key);
+  weight.template write<kWhole, kUsual>(target, span, values, ready.key);
   const Random<N> random(ready.key, span);
-  states.template write<kWhole>(target, span, state, random, math);
+  states.template write<kWhole, kUsual>(target, span, state, random, math);
+  return true;
 }
 
 #if defined(__CUDACC__)
@@ -599,35 +670,14 @@ __device__ __forceinline__ int place_of_thread() {
   return threadIdx.x / 32 * 32 * N + threadIdx.x % 32 * kRun;
 }
 
-// Whether a tile has a gradient, lies within its tensor, and in memory that wide accesses reach.
+// Whether a tile has a gradient, ends within its tensor, and in memory that wide accesses reach.
 template <class S>
 __device__ __forceinline__ bool is_whole(const TensorRow& row, const Ready<typename S::Rule>& ready,
-                                         int64_t begin) {
+                                         int64_t end) {
   auto addresses = reinterpret_cast<uintptr_t>(ready.grad) |
                    reinterpret_cast<uintptr_t>(row.param) | reinterpret_cast<uintptr_t>(row.master);
   for (int n = 0; n < S::kStates; ++n) addresses |= reinterpret_cast<uintptr_t>(row.states[n]);
-  return ready.grad && addresses % 16 == 0 && begin + Layout<S>::kTile <= row.numel;
-}
-
-// A tile that reaches over its tensor's end, whose memory is not aligned, or whose rule has more to
-// do than usual. Neither inlined nor given what is read already: that would cost the others
-// registers and instructions.
-template <class S, int N, int kRun>
-__device__ __noinline__ void update_unusual_tile(const TensorRow* rows, const void* readies,
-                                                 int tensor, int64_t begin) {
-  const TensorRow row = rows[tensor];
-  const auto ready = static_cast<const Ready<typename S::Rule>*>(readies)[tensor];
-  const bool whole = is_whole<S>(row, ready, begin);
-  Span<kRun> span = {begin + place_of_thread<N, kRun>(), row.numel - 1};
-#pragma unroll 1
-  for (int slice = 0; slice < Layout<S>::kTile; slice += kTileThreads * N) {
-    if (Layout<S>::kApproximate && whole) {
-      update_slice<S, N, true, false>(row, ready, span, row);
-    } else if (begin + slice < row.numel) {
-      update_slice<S, N, false, false>(row, ready, span, row);
-    }
-    span.offset += kTileThreads * N;
-  }
+  return ready.grad && addresses % 16 == 0 && end <= row.numel;
 }
 
 // Starts to copy what a slice reads into shared memory.
@@ -652,42 +702,6 @@ __device__ __forceinline__ void wait_for_slices() {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.wait_group %0;" ::"n"(kBehind) : "memory");
 #endif
-}
-
-// One tile: the elements [begin, begin + kTile) of a tensor, of which this thread does N, and as
-// many in the tile's second half if it does two slices. A single look at everything lets all
-// of it be read side by side.
-template <class S, int N, int kRun>
-__device__ __forceinline__ void update_tile(const TensorRow* rows, const void* readies, int tensor,
-                                            int64_t begin) {
-  const TensorRow row = rows[tensor];  // copied: no store can change them
-  const auto ready = static_cast<const Ready<typename S::Rule>*>(readies)[tensor];
-  const bool whole = is_whole<S>(row, ready, begin);
-  const int64_t offset = begin + place_of_thread<N, kRun>(), last = row.numel - 1;
-  constexpr int kSlice = kTileThreads * N;
-  // Where arithmetic is the bottleneck, what is mostly not needed has code of its own.
-  constexpr bool kOnlyUsual = Layout<S>::kApproximate;
-  if (whole && (!kOnlyUsual || ready.rule.is_usual())) {
-    if constexpr (Layout<S>::kTwoSlices) {
-      constexpr int kBytes = kTileThreads * (Layout<S>::template WeightOf<N>::kBytes +
-                                             N * sizeof(typename S::Grad::Storage) +
-                                             Layout<S>::template StatesOf<N>::kBytes);
-      __shared__ alignas(16) char stages[2 * kBytes];
-      const auto stage = static_cast<uint32_t>(__cvta_generic_to_shared(stages));
-      fetch_slice<S, N, kRun>(row, ready, {offset, last, stage});
-      fetch_slice<S, N, kRun>(row, ready, {offset + kSlice, last, stage + kBytes});
-      using Staged = Span<kRun, From::kStage>;
-      wait_for_slices<1>();
-      update_slice<S, N, true, kOnlyUsual>(row, ready, Staged{offset, last, stage}, rows[tensor]);
-      wait_for_slices<0>();  // a row is read again: registers are for numbers
-      update_slice<S, N, true, kOnlyUsual>(
-          rows[tensor], ready, Staged{offset + kSlice, last, stage + kBytes}, rows[tensor]);
-    } else {
-      update_slice<S, N, true, kOnlyUsual>(row, ready, Span<kRun>{offset, last}, rows[tensor]);
-    }
-  } else if (ready.grad) {
-    update_unusual_tile<S, N, kRun>(rows, readies, tensor, begin);
-  }
 }
 
 template <int kWords>
@@ -732,13 +746,102 @@ __device__ __forceinline__ int tensor_of(const TileIndex& index, uint32_t tile) 
   return tensor;
 }
 
+// Of which tensor the CTA does which elements: a tile of them, from `begin`.
+template <class S>
+struct Place {
+  int tensor;
+  int64_t begin;
+
+  __device__ __forceinline__ explicit Place(const Update& args)
+      : tensor(tensor_of(args.index, blockIdx.x)) {
+    const uint32_t tile = blockIdx.x - args.index.first_tiles[tensor];
+    begin = static_cast<int64_t>(tile) * Layout<S>::kTile;
+  }
+};
+
+// Slices that reach over their tensor's end, whose memory is not aligned, whose rule has more to do
+// than usual, or whose numbers are unusual. Neither inlined nor given what is read already: that
+// would cost the others registers and instructions. From begin to the end of its tile.
+template <class S, int N, int kRun>
+__device__ __noinline__ void update_unusual(const TensorRow* rows, const void* readies, int tensor,
+                                            int64_t begin) {
+  const TensorRow row = rows[tensor];
+  const auto ready = static_cast<const Ready<typename S::Rule>*>(readies)[tensor];
+  constexpr int kTile = Layout<S>::kTile, kSlice = kTileThreads * N;
+  int place = kTile == kSlice ? 0 : static_cast<int>(begin % kTile);  // in the tile
+  const bool whole = is_whole<S>(row, ready, begin - place + kTile);
+  Span<kRun> span = {begin + place_of_thread<N, kRun>(), row.numel - 1};
+#pragma unroll 1
+  for (; place < kTile; place += kSlice) {
+    if (Layout<S>::kApproximate && whole) {
+      update_slice<S, N, true, false>(row, ready, span, row);
+    } else if (begin < row.numel) {
+      update_slice<S, N, false, false>(row, ready, span, row);
+    }
+    begin += kSlice;
+    span.offset += kSlice;
+  }
+}
+
+// The slices of a tile from one on that turned out to be unusual. It finds its place anew, so that
+// nothing has to be kept for it.
+template <class S, int N, int kRun>
+__device__ __noinline__ void update_rest(const Update& args, int first) {
+  const Place<S> place(args);
+  update_unusual<S, N, kRun>(args.rows, args.ready, place.tensor,
+                             place.begin + first * kTileThreads * N);
+}
+
+// One tile, of which a thread does N elements, or N in each half if it does two slices. A single
+// look at everything lets all of it be read side by side.
+template <class S, int N, int kRun>
+__device__ __forceinline__ void update_tile(const Update& args) {
+  const Place<S> place(args);
+  const int tensor = place.tensor;
+  const int64_t begin = place.begin;
+  const TensorRow* rows = args.rows;
+  const TensorRow row = rows[tensor];  // copied: no store can change it
+  const auto ready = static_cast<const Ready<typename S::Rule>*>(args.ready)[tensor];
+  const int64_t offset = begin + place_of_thread<N, kRun>(), last = row.numel - 1;
+  const int64_t end = begin + Layout<S>::kTile;
+  constexpr int kSlice = kTileThreads * N;
+  // Where arithmetic is the bottleneck, what is mostly not needed has code of its own.
+  constexpr bool kOnlyUsual = Layout<S>::kApproximate;
+  if (is_whole<S>(row, ready, end) && (!kOnlyUsual || ready.rule.is_usual())) {
+    if constexpr (Layout<S>::kTwoSlices) {
+      constexpr int kBytes = kTileThreads * (Layout<S>::template WeightOf<N>::kBytes +
+                                             N * sizeof(typename S::Grad::Storage) +
+                                             Layout<S>::template StatesOf<N>::kBytes);
+      __shared__ alignas(16) char stages[2 * kBytes];
+      const auto stage = static_cast<uint32_t>(__cvta_generic_to_shared(stages));
+      fetch_slice<S, N, kRun>(row, ready, {offset, last, stage});
+      fetch_slice<S, N, kRun>(row, ready, {offset + kSlice, last, stage + kBytes});
+      using Staged = Span<kRun, From::kStage>;
+      wait_for_slices<1>();
+      if (!update_slice<S, N, true, kOnlyUsual>(row, ready, Staged{offset, last, stage},
+                                                rows[tensor])) {
+        return update_rest<S, N, kRun>(args, 0);
+      }
+      wait_for_slices<0>();
+      Staged second = {offset + kSlice, last, stage + kBytes};
+      // Registers are for numbers: a row is read again, and addresses are computed anew.
+      asm volatile("" : "+l"(second.offset));
+      if (!update_slice<S, N, true, kOnlyUsual>(rows[tensor], ready, second, rows[tensor])) {
+        update_rest<S, N, kRun>(args, 1);
+      }
+    } else if (!update_slice<S, N, true, kOnlyUsual>(row, ready, Span<kRun>{offset, last},
+                                                     rows[tensor])) {
+      update_rest<S, N, kRun>(args, 0);
+    }
+  } else if (ready.grad) {
+    update_unusual<S, N, kRun>(rows, args.ready, tensor, begin);
+  }
+}
+
 template <class S>
 __global__ void __launch_bounds__(kTileThreads, Layout<S>::kBlocksPerMultiprocessor)
     update_kernel(const __grid_constant__ Update args) {
-  const int tensor = tensor_of(args.index, blockIdx.x);
-  const int64_t begin =
-      static_cast<int64_t>(blockIdx.x - args.index.first_tiles[tensor]) * Layout<S>::kTile;
-  update_tile<S, Layout<S>::kElements, Layout<S>::kRun>(args.rows, args.ready, tensor, begin);
+  update_tile<S, Layout<S>::kElements, Layout<S>::kRun>(args);
 }
 
 // The words in the smallest launch that holds them: what is not there need not be sent.

@@ -30,6 +30,10 @@ FUSEDOPT_HD constexpr float power_of_two(int exponent) {
   return power;
 }
 
+FUSEDOPT_HD constexpr uint32_t bits_of_power(int exponent) {
+  return static_cast<uint32_t>(127 + exponent) << 23;
+}
+
 FUSEDOPT_HD float bits_float(uint32_t bits) {
   float x;
   memcpy(&x, &bits, sizeof x);
@@ -244,10 +248,11 @@ struct Minifloat {
   using Storage = S;
   static constexpr bool kHasSign = kHasSignBit;
   static constexpr uint32_t kLargest = kLargestCode;
+  static constexpr int kExponentBias = kBias;
   static constexpr bool kBlockScaled = true;
   static constexpr int kTop = kTopExponent;
   static constexpr int kMantissaBits = kMantissa;
-  static constexpr float kFromBottom = power_of_two(127 - kBias);  // see kToBottom
+  static constexpr float kFromHalf = power_of_two(15 - kBias);  // of the exponent's bits in fp16
   static constexpr int kSmallestNormal = 1 - kBias;
 
   static FUSEDOPT_HD float decode(S code) {
@@ -279,9 +284,9 @@ struct Minifloat {
 
   // For each value, in units of a block's scale, a number of this format next to it: the farther
   // one from zero with the probability of the value's distance to the other. What is not finite
-  // becomes NaN, unless all_finite. kSigned: values may be negative.
-  template <bool kSigned, int N>
-  static FUSEDOPT_HD void stochastic(const float (&values)[N], float inverse_scale, bool all_finite,
+  // becomes NaN. kSigned: values may be negative. usual: Stream::is_usual() of the block.
+  template <bool kSigned, bool kUsual, int N>
+  static FUSEDOPT_HD void stochastic(const float (&values)[N], float inverse_scale, bool usual,
                                      const Random<N>& random, int stream, S (&raw)[N]) {
     // A little more than 1, so that a value a few ulp of fp32 off a number of this format always
     // returns to it: noise does not fill a whole step. fp16 has room for 9 bits of it only.
@@ -296,13 +301,12 @@ struct Minifloat {
     }
     float scaled[N];
 #ifdef __CUDA_ARCH__
-    float factor = inverse_scale * (kNudge * kToBottom);
+    const float factor = inverse_scale * (kNudge * kToBottom);
     FUSEDOPT_UNROLL
     for (int i = 0; i < N; ++i) scaled[i] = values[i] * factor;
-    if (factor < power_of_two(-126)) {  // rare: numbers above 2^14
-      factor = inverse_scale * kNudge;
+    if (!kUsual && factor < power_of_two(-126)) {
       FUSEDOPT_UNROLL
-      for (int i = 0; i < N; ++i) scaled[i] = values[i] * kToBottom * factor;
+      for (int i = 0; i < N; ++i) scaled[i] = values[i] * kToBottom * (inverse_scale * kNudge);
     }
 #else
     const float factor = inverse_scale * kNudge;
@@ -313,7 +317,7 @@ struct Minifloat {
       codes[i] += float_bits(scaled[i]) << (9 - kHasSign - kExponentBits);
       if (kSigned) codes[i] |= float_bits(values[i]) & 0x80000000u;
     }
-    if (!all_finite) {
+    if (!kUsual && !usual) {
       FUSEDOPT_UNROLL
       for (int i = 0; i < N; ++i) codes[i] = is_finite(values[i]) ? codes[i] : kNan << kBelow;
     }
@@ -381,6 +385,28 @@ struct OfRoots<E5M2> {
   static constexpr bool kRotated = true;
 };
 
+#ifdef __CUDA_ARCH__
+// Two numbers in fp16.
+__device__ __forceinline__ void split_halves(uint32_t pair, float& low, float& high) {
+  asm("{.reg .b16 low, high; mov.b32 {low, high}, %2;\n\t"
+      "cvt.f32.f16 %0, low; cvt.f32.f16 %1, high;}"
+      : "=f"(low), "=f"(high)
+      : "r"(pair));
+}
+
+#endif
+
+// The bits of a where the mask has ones, and those of b where it has zeros.
+FUSEDOPT_HD uint32_t select_bits(uint32_t mask, uint32_t a, uint32_t b) {
+#ifdef __CUDA_ARCH__
+  uint32_t bits;
+  asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(bits) : "r"(mask), "r"(a), "r"(b));
+  return bits;
+#else
+  return (mask & a) | (~mask & b);
+#endif
+}
+
 // N numbers at once: on CUDA by pairs, as the converting instructions do.
 template <class Code, int N>
 FUSEDOPT_HD void decode(const typename Code::Storage (&raw)[N], float (&values)[N]) {
@@ -413,43 +439,51 @@ FUSEDOPT_HD void decode(const typename Code::Storage (&raw)[N], float (&values)[
         values[i] = bits_float(pair << 16);
         values[i + 1] = bits_float(pair & 0xffff0000u);
       } else {
-        asm("{.reg .b16 low, high; mov.b32 {low, high}, %2;\n\t"
-            "cvt.f32.f16 %0, low; cvt.f32.f16 %1, high;}"
-            : "=f"(values[i]), "=f"(values[i + 1])
-            : "r"(pair));
+        split_halves(pair, values[i], values[i + 1]);
       }
     }
 #endif
   }
 }
 
-// Of bytes as they are stored, with the sign bit as the lowest one of the mantissa.
-template <class Number, int N>
-FUSEDOPT_HD void decode_rotated(const uint8_t (&raw)[N], float (&values)[N]) {
+// Of bytes as they are stored, with the sign bit as the lowest one of the mantissa, times scale.
+// kUsual: if the result has the highest bit, there is a NaN, and the values are not right.
+template <class Number, bool kUsual, int N>
+FUSEDOPT_HD uint32_t decode_rotated(const uint8_t (&raw)[N], float scale, float (&values)[N]) {
+  uint32_t unusual = 0;
 #ifdef __CUDA_ARCH__
-  constexpr uint32_t kBytes = 0x01010101;
-  uint32_t words[N / 4], unusual = 0;
-  memcpy(words, raw, sizeof raw);
-  FUSEDOPT_UNROLL
-  for (int i = 0; i < N / 4; ++i) {
-    // A carry where a code is above the largest number's.
-    unusual |= (words[i] & 0x7fu * kBytes) + (0x7f - (Number::kLargest >> 1)) * kBytes;
-    words[i] = (words[i] << 1 & 0xfeu * kBytes) | (words[i] >> 7 & kBytes);
-  }
-  if (!(unusual & 0x80u * kBytes)) {
+  if constexpr (kUsual) {
+    constexpr bool kIsE4 = Number::kMantissaBits == 4;
+    uint32_t words[N / 4];
+    memcpy(words, raw, sizeof raw);
     FUSEDOPT_UNROLL
-    for (int i = 0; i < N; ++i) {
-      // To where it is a number whose exponents are the smallest ones of fp32.
-      const uint32_t code = __byte_perm(words[i / 4], 0, 0x0444 | (i % 4) << 12);
-      values[i] = bits_float(code >> (1 + Number::kMantissaBits)) * Number::kFromBottom;
+    for (int i = 0; i < N / 4 && kIsE4; ++i) {  // of 5 bits of exponent, NaN and infinity are fp16's
+      unusual |= (words[i] & 0x7f7f7f7fu) + 0x01010101u;  // a carry where a code is NaN
     }
-    return;
+    FUSEDOPT_UNROLL
+    for (int i = 0; i < N; i += 2) {
+      // To fp16: each byte above a byte full of its sign bit, down to where the exponent belongs.
+      uint32_t pair;
+      asm("prmt.b32 %0, %1, 0, %2;"
+          : "=r"(pair)
+          : "r"(words[i / 4]), "r"(0x1908u + i % 4 * 0x1111u));
+      if constexpr (kIsE4) {
+        pair = pair >> 1 & 0x3fc03fc0u;
+      } else {
+        pair &= 0x7f807f80u;
+      }
+      split_halves(pair, values[i], values[i + 1]);
+    }
+    FUSEDOPT_UNROLL
+    for (int i = 0; i < N; ++i) values[i] *= scale * Number::kFromHalf;
+    return unusual & 0x80808080u ? 0xffffffffu : 0;
   }
 #endif
   FUSEDOPT_UNROLL
   for (int i = 0; i < N; ++i) {
-    values[i] = Number::decode(static_cast<uint8_t>(raw[i] << 1 | raw[i] >> 7));
+    values[i] = Number::decode(static_cast<uint8_t>(raw[i] << 1 | raw[i] >> 7)) * scale;
   }
+  return unusual;
 }
 
 template <class Code, int N>
@@ -507,61 +541,77 @@ struct Stream {
   static constexpr bool kRotated = kRoot && OfRoots<Code>::kRotated;
   using Number = std::conditional_t<kRoot, typename OfRoots<Code>::Number, Code>;
 
-  template <int N>
-  static FUSEDOPT_HD void decode(const Storage (&raw)[N], float scale, float (&values)[N]) {
+  // kUsual: if the result has the highest bit, the values are not right.
+  template <bool kUsual, int N>
+  static FUSEDOPT_HD uint32_t decode(const Storage (&raw)[N], float scale, float (&values)[N]) {
+    uint32_t unusual = 0;
     if constexpr (kRotated) {
-      decode_rotated<Number>(raw, values);
+      unusual = decode_rotated<Number, kUsual>(raw, scale, values);
     } else {
       fusedopt::decode<Code>(raw, values);
-    }
-    if constexpr (kBlockScaled) {
       FUSEDOPT_UNROLL
-      for (int i = 0; i < N; ++i) {
-        values[i] *= scale;
-        if constexpr (kRoot) values[i] *= values[i];
-      }
+      for (int i = 0; i < N && kBlockScaled; ++i) values[i] *= scale;
     }
+    FUSEDOPT_UNROLL
+    for (int i = 0; i < N && kRoot; ++i) values[i] *= values[i];
+    return unusual;
   }
 
-  // The scale of a block from the bits of its largest finite magnitude.
+  static constexpr bool kIsCoarse = sizeof(Storage) == 1;
+
+  // Whether a block with this largest magnitude, in bits, has only finite numbers, and is so far from
+  // fp32's ends, or all zeros, that neither its scale nor the way to it needs care.
+  static FUSEDOPT_HD bool is_usual(uint32_t largest_bits) {
+    constexpr int kTop = Number::kTop + Number::kExponentBias - 3;
+    // Coarse codes: up from where the smallest one is more than the root of any subnormal number.
+    constexpr int kFromRoot =
+        Number::kTop + Number::kExponentBias - 1 + Number::kMantissaBits - 63;
+    constexpr uint32_t kFrom = bits_of_power(kRoot && kIsCoarse ? 2 * kFromRoot : -100);
+    constexpr uint32_t kBelow = bits_of_power(kRoot ? 2 * kTop : kTop);
+    return largest_bits == 0 || largest_bits - kFrom < kBelow - kFrom;
+  }
+
+  // The scale of a block from the bits of its largest finite magnitude, 1 of zeros. kUsual:
+  // is_usual().
+  template <bool kUsual>
   static FUSEDOPT_HD float scale_of(uint32_t largest_bits) {
-    if (largest_bits == 0) return 1;
+    constexpr int kOfOne = kForgets ? Number::kTop : Number::kTop - 1;  // whose scale is 1
+    if (largest_bits == 0) largest_bits = bits_of_power(kRoot ? 2 * kOfOne : kOfOne);
     float largest = bits_float(largest_bits);
-    if (kRoot) largest = ::sqrtf(largest);
+    if (kRoot) largest = kUsual ? sqrt_of_usual(largest) : ::sqrtf(largest);
     if (!kForgets) {  // the power of two below it, after it is rounded
       const uint32_t half_a_step = 1u << (22 - Number::kMantissaBits);
       const uint32_t power = (float_bits(largest) + half_a_step) & 0x7f800000u;
-      largest = bits_float(power < 0x7f000000u ? power : 0x7f000000u);
+      largest = bits_float(kUsual || power < 0x7f000000u ? power : 0x7f000000u);
     }
-    const float scale = largest * power_of_two(kForgets ? -Number::kTop : 1 - Number::kTop);
-    return scale > power_of_two(-126) ? scale : power_of_two(-126);
+    const float scale = largest * power_of_two(-kOfOne);
+    return kUsual || scale > power_of_two(-126) ? scale : power_of_two(-126);
   }
 
   // values: the numbers, or where roots are kept those of `squares`.
-  template <int N>
+  template <bool kUsual, int N>
   static FUSEDOPT_HD void encode(const float (&values)[N], const float (&squares)[N],
-                                 float inverse_scale, bool all_finite, const Random<N>& random,
-                                 int stream, Storage (&raw)[N]) {
+                                 float inverse_scale, bool usual, const Random<N>& random, int stream,
+                                 Storage (&raw)[N]) {
     constexpr int kWords = (sizeof raw + 3) / 4;
     uint32_t words[kWords];  // what a rare branch may change had better not be bytes
-    round(values, inverse_scale, all_finite, random, stream, raw);
+    round<kUsual>(values, inverse_scale, usual, random, stream, raw);
     memcpy(words, raw, sizeof raw);
     if constexpr (kKeepsNonzero) {
-      constexpr uint32_t kSigns = sizeof(Storage) == 1 ? 0x80808080u : 0x80008000u;
-      uint32_t nonzero = kSigns;  // the sum's carry is there, if a number (without sign) is not 0
+      // A borrow into the highest bit of a number that is zero; of none if there is no zero.
+      constexpr uint32_t kOnes = sizeof(Storage) == 1 ? 0x01010101u : 0x00010001u;
+      uint32_t zeros = 0;
       FUSEDOPT_UNROLL
-      for (int i = 0; i < kWords; ++i) {
-        nonzero &= kRotated ? (words[i] & ~kSigns) + ~kSigns | words[i] : words[i] + ~kSigns;
-      }
-      if (nonzero != kSigns) {
+      for (int i = 0; i < kWords; ++i) zeros |= (words[i] - kOnes) & ~words[i];
+      if (zeros & kOnes << (8 * sizeof(Storage) - 1)) {
         Storage kept[N], exact[N];
         memcpy(kept, words, sizeof kept);
         memcpy(exact, words, sizeof exact);
-        if constexpr (kRoot) {  // an approximate one, and zero of a subnormal number
+        if constexpr (kRoot && !(kUsual && kIsCoarse)) {  // what was zero of a subnormal number
           float roots[N];
           FUSEDOPT_UNROLL
-          for (int i = 0; i < N; ++i) roots[i] = ::sqrtf(squares[i]);
-          round(roots, inverse_scale, all_finite, random, stream, exact);
+          for (int i = 0; i < N; ++i) roots[i] = kUsual ? sqrt_of_tiny(squares[i]) : ::sqrtf(squares[i]);
+          round<kUsual>(roots, inverse_scale, usual, random, stream, exact);
         }
         FUSEDOPT_UNROLL
         for (int i = 0; i < N; ++i) {
@@ -571,31 +621,52 @@ struct Stream {
       }
     }
     if constexpr (kRotated) {
-      constexpr uint32_t kBytes = 0x01010101;
       FUSEDOPT_UNROLL
       for (int i = 0; i < kWords; ++i) {
-        words[i] = (words[i] >> 1 & 0x7fu * kBytes) | (words[i] << 7 & 0x80u * kBytes);
+        words[i] = select_bits(0x7f7f7f7fu, words[i] >> 1, words[i] << 7);
       }
     }
     memcpy(raw, words, sizeof raw);
   }
 
  private:
-  template <int N>
-  static FUSEDOPT_HD void round(const float (&values)[N], float inverse_scale, bool all_finite,
+  // Exactly, as ::sqrtf() is, where no step of it can leave the range of normal numbers.
+  static FUSEDOPT_HD float sqrt_of_usual(float x) {
+#ifdef __CUDA_ARCH__
+    float inverse;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x));
+    const float root = x * inverse;
+    return __fmaf_rn(__fmaf_rn(-root, root, x), 0.5f * inverse, root);
+#else
+    return ::sqrtf(x);
+#endif
+  }
+
+  // Nearly, where no step of it can be larger than any number, as one that is kept as zero is not.
+  static FUSEDOPT_HD float sqrt_of_tiny(float x) {
+#ifdef __CUDA_ARCH__
+    float root;
+    asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(x * power_of_two(64)));
+    return root * power_of_two(-32);
+#else
+    return ::sqrtf(x);
+#endif
+  }
+
+  template <bool kUsual, int N>
+  static FUSEDOPT_HD void round(const float (&values)[N], float inverse_scale, bool usual,
                                 const Random<N>& random, int stream, Storage (&raw)[N]) {
     if constexpr (kRole == Role::kMaximum) {
       float scaled[N];
       FUSEDOPT_UNROLL
       for (int i = 0; i < N; ++i) scaled[i] = kBlockScaled ? values[i] * inverse_scale : values[i];
-      if (kBlockScaled && !all_finite) {
+      if (kBlockScaled && !kUsual && !usual) {
         FUSEDOPT_UNROLL
         for (int i = 0; i < N; ++i) scaled[i] = is_finite(values[i]) ? scaled[i] : NAN;
       }
       encode_nearest<Number>(scaled, raw);
     } else if constexpr (kBlockScaled) {
-      Number::template stochastic<!kIsSquare>(values, inverse_scale, all_finite, random, stream,
-                                              raw);
+      Number::template stochastic<!kIsSquare, kUsual>(values, inverse_scale, usual, random, stream, raw);
     } else {
       Code::stochastic(values, random, stream, raw);
     }
