@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 from configs import CPU_WORKLOADS, OURS, WORKLOADS, Config, Workload, configs
-from measure import Result, copy_bandwidth, measure
+from measure import Result, copy_bandwidth, measure, time_launches
 
 HEADINGS = (
     "device ms",
@@ -288,6 +288,11 @@ def main() -> None:
     for workload, some in chosen.items():
         bandwidths[workload.name] = bandwidth = copy_bandwidth(device)
         print(f"\n{workload.name}: a large copy moves {bandwidth / 1e12:.3f} TB/s", flush=True)
+        if device.type == "cuda":
+            print(
+                f"two empty kernels are launched in {1e6 * time_launches(device):.1f} us",
+                flush=True,
+            )
         print(f"{'':{names}}{_columns(HEADINGS)}", flush=True)
         for config in some:
             row = Row(

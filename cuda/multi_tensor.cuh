@@ -34,8 +34,13 @@ struct alignas(16) Ready {
   const void* grad;
   float grad_factor;  // unscales, clips and negates
   uint32_t key;       // of this step's random bits
+  // How many times kWholeUnit elements, from the first one on, can be read and written by wide
+  // accesses; negative if the rule is not usual.
+  int32_t whole_units;
   Rule rule;
 };
+
+constexpr int kWholeUnit = 512;  // a divisor of every tile's size on CUDA
 
 template <class Rule>
 constexpr int kHyperparameters = sizeof(typename Rule::Hyperparameters) / sizeof(double);
@@ -89,6 +94,11 @@ FUSEDOPT_HD void advance_tensor(const Advance& args, const uint64_t* words, int 
     ready.grad_factor = group.maximize != 0 ? -factor : factor;
     ready.key = step_key(args.seed, step);
     ready.rule.begin_step(group, static_cast<double>(step));
+    auto addresses =
+        grad | reinterpret_cast<uintptr_t>(row.param) | reinterpret_cast<uintptr_t>(row.master);
+    for (const void* state : row.states) addresses |= reinterpret_cast<uintptr_t>(state);
+    ready.whole_units = addresses % 16 == 0 ? static_cast<int32_t>(row.numel / kWholeUnit) : 0;
+    if (!ready.rule.is_usual()) ready.whole_units *= -1;
     if (row.fp8_scale) {  // delayed scaling: this step's scale comes from the last step's amax
       if (row.fp8_largest > 0 && *row.fp8_amax > 0) {
         const float scale = row.fp8_largest / *row.fp8_amax;
@@ -589,6 +599,7 @@ template <class R, class P, class G, class M, bool kStochastic, class... Codes>
 struct Layout<Signature<R, P, G, M, kStochastic, Codes...>> {
   static constexpr bool kBlockScaled =
       (Codes::kBlockScaled || ...) || M::kBlockScaled || sizeof(typename P::Storage) == 1;
+  static constexpr bool kMasterScaled = M::kBlockScaled;
   static constexpr size_t kWidest = widest<P, G, M, Codes...>();
   static constexpr bool kOnlyFp32 = std::is_same_v<P, F32> && std::is_same_v<G, F32> &&
                                     std::is_same_v<M, None> && (std::is_same_v<Codes, F32> && ...);
@@ -598,23 +609,20 @@ struct Layout<Signature<R, P, G, M, kStochastic, Codes...>> {
   static constexpr int kRun = kElements * kWidest > 16 ? 4 : kElements;
   // Where registers are few, a row is read again for the stores rather than kept.
   static constexpr bool kReadsAgain = !kBlockScaled && (!kOnlyFp32 || sizeof...(Codes) == 3);
-  // Registers of a thread are bounded, so that enough warps wait for memory at once.
-  static constexpr bool kNeedsMost = M::kBlockScaled || sizeof(typename P::Storage) == 1 ||
-                                     (kBlockScaled && sizeof...(Codes) == 3);
+  // A thread does two slices, both fetched before the first one is computed, if enough of them find
+  // registers that way.
+  static constexpr bool kTwoSlices = kBlockScaled && !kMasterScaled && sizeof...(Codes) < 3;
   static constexpr bool kIsSplit =
       std::is_integral_v<typename M::Storage> && !std::is_same_v<M, None> && !M::kBlockScaled;
-  static constexpr bool kNeedsMore =
-      kRun < kElements || (kIsSplit && sizeof...(Codes) == 2) ||
-      ((Codes::kBlockScaled && sizeof(typename Codes::Storage) == 2) || ...);
   static constexpr bool kOnlyWide = (std::is_same_v<M, None> || sizeof(typename M::Storage) == 4) &&
                                     ((sizeof(typename Codes::Storage) == 4) && ...);
-  // A thread does two slices, both fetched before the first one is computed.
-  static constexpr bool kTwoSlices = kBlockScaled && !kNeedsMost;
-  static constexpr int kBlocksPerMultiprocessor = kElements == 4             ? (kOnlyWide ? 12 : 10)
-                                                  : sizeof...(Codes) == 3    ? 6
-                                                  : !kBlockScaled            ? (kIsSplit ? 8 : 9)
-                                                  : kNeedsMost ? 7 : kNeedsMore ? 7
-                                                                             : 8;
+  // Registers of a thread are bounded, so that enough warps wait for memory at once.
+  static constexpr int kBlocksPerMultiprocessor = kElements == 4 ? (kOnlyWide ? 12 : 10)
+                                                  : sizeof...(Codes) == 3
+                                                      ? (kBlockScaled && kRun < kElements ? 5 : 6)
+                                                  : kTwoSlices                ? 7
+                                                  : kMasterScaled || kIsSplit ? 8
+                                                                              : 9;
   template <int N>
   using WeightOf = Weight<P, kStochastic, M, N>;
   template <int N>
@@ -672,12 +680,20 @@ __device__ __forceinline__ int place_of_thread() {
 
 // Whether a tile has a gradient, ends within its tensor, and in memory that wide accesses reach.
 template <class S>
-__device__ __forceinline__ bool is_whole(const TensorRow& row, const Ready<typename S::Rule>& ready,
-                                         int64_t end) {
-  auto addresses = reinterpret_cast<uintptr_t>(ready.grad) |
-                   reinterpret_cast<uintptr_t>(row.param) | reinterpret_cast<uintptr_t>(row.master);
-  for (int n = 0; n < S::kStates; ++n) addresses |= reinterpret_cast<uintptr_t>(row.states[n]);
-  return ready.grad && addresses % 16 == 0 && end <= row.numel;
+__device__ __forceinline__ bool is_whole(int32_t whole_units, uint32_t tile) {
+  static_assert(Layout<S>::kTile % kWholeUnit == 0, "");
+  return static_cast<int32_t>((tile + 1) * (Layout<S>::kTile / kWholeUnit)) <= whole_units;
+}
+
+// True of every whole tile; it makes the compiler load a row beside what says that the tile is
+// whole, instead of afterwards.
+template <class S>
+__device__ __forceinline__ bool comes_along(const TensorRow& row) {
+  auto addresses = reinterpret_cast<uintptr_t>(row.param);
+  if (S::kStates > 0) addresses |= reinterpret_cast<uintptr_t>(row.states[0]);
+  if (Layout<S>::kBlockScaled) addresses |= reinterpret_cast<uintptr_t>(row.state_scales[0]);
+  if (Layout<S>::kMasterScaled) addresses |= reinterpret_cast<uintptr_t>(row.master_scale);
+  return addresses % 4 == 0;
 }
 
 // Starts to copy what a slice reads into shared memory.
@@ -746,68 +762,61 @@ __device__ __forceinline__ int tensor_of(const TileIndex& index, uint32_t tile) 
   return tensor;
 }
 
-// Of which tensor the CTA does which elements: a tile of them, from `begin`.
-template <class S>
+// Which tile of which tensor is the CTA's.
 struct Place {
   int tensor;
-  int64_t begin;
-
-  __device__ __forceinline__ explicit Place(const Update& args)
-      : tensor(tensor_of(args.index, blockIdx.x)) {
-    const uint32_t tile = blockIdx.x - args.index.first_tiles[tensor];
-    begin = static_cast<int64_t>(tile) * Layout<S>::kTile;
-  }
+  uint32_t tile;
+  __device__ __forceinline__ explicit Place(const TileIndex& index)
+      : tensor(tensor_of(index, blockIdx.x)), tile(blockIdx.x - index.first_tiles[tensor]) {}
 };
 
 // Slices that reach over their tensor's end, whose memory is not aligned, whose rule has more to do
-// than usual, or whose numbers are unusual. Neither inlined nor given what is read already: that
-// would cost the others registers and instructions. From begin to the end of its tile.
+// than usual, or whose numbers are unusual: those of a tile from the first on. Neither inlined nor
+// given what is read already: that would cost the others registers and instructions.
 template <class S, int N, int kRun>
 __device__ __noinline__ void update_unusual(const TensorRow* rows, const void* readies, int tensor,
-                                            int64_t begin) {
+                                            uint32_t tile, int first) {
   const TensorRow row = rows[tensor];
   const auto ready = static_cast<const Ready<typename S::Rule>*>(readies)[tensor];
   constexpr int kTile = Layout<S>::kTile, kSlice = kTileThreads * N;
-  int place = kTile == kSlice ? 0 : static_cast<int>(begin % kTile);  // in the tile
-  const bool whole = is_whole<S>(row, ready, begin - place + kTile);
+  const bool whole = Layout<S>::kApproximate && is_whole<S>(abs(ready.whole_units), tile);
+  const int64_t begin = static_cast<int64_t>(tile) * kTile;
   Span<kRun> span = {begin + place_of_thread<N, kRun>(), row.numel - 1};
 #pragma unroll 1
-  for (; place < kTile; place += kSlice) {
-    if (Layout<S>::kApproximate && whole) {
-      update_slice<S, N, true, false>(row, ready, span, row);
-    } else if (begin < row.numel) {
-      update_slice<S, N, false, false>(row, ready, span, row);
+  for (int slice = 0; slice < kTile / kSlice; ++slice) {
+    if (slice >= first) {
+      if (whole) {
+        update_slice<S, N, true, false>(row, ready, span, row);
+      } else if (begin + slice * kSlice < row.numel) {
+        update_slice<S, N, false, false>(row, ready, span, row);
+      }
     }
-    begin += kSlice;
     span.offset += kSlice;
   }
 }
 
-// The slices of a tile from one on that turned out to be unusual. It finds its place anew, so that
-// nothing has to be kept for it.
+// The same for who found out late. It looks for its place anew, so that nothing has to be kept.
 template <class S, int N, int kRun>
 __device__ __noinline__ void update_rest(const Update& args, int first) {
-  const Place<S> place(args);
-  update_unusual<S, N, kRun>(args.rows, args.ready, place.tensor,
-                             place.begin + first * kTileThreads * N);
+  const Place place(args.index);
+  update_unusual<S, N, kRun>(args.rows, args.ready, place.tensor, place.tile, first);
 }
 
 // One tile, of which a thread does N elements, or N in each half if it does two slices. A single
 // look at everything lets all of it be read side by side.
 template <class S, int N, int kRun>
 __device__ __forceinline__ void update_tile(const Update& args) {
-  const Place<S> place(args);
-  const int tensor = place.tensor;
-  const int64_t begin = place.begin;
+  const Place place(args.index);
   const TensorRow* rows = args.rows;
-  const TensorRow row = rows[tensor];  // copied: no store can change it
-  const auto ready = static_cast<const Ready<typename S::Rule>*>(args.ready)[tensor];
-  const int64_t offset = begin + place_of_thread<N, kRun>(), last = row.numel - 1;
-  const int64_t end = begin + Layout<S>::kTile;
+  const TensorRow row = rows[place.tensor];  // copied: no store can change it
+  const auto ready = static_cast<const Ready<typename S::Rule>*>(args.ready)[place.tensor];
   constexpr int kSlice = kTileThreads * N;
+  const int64_t begin = static_cast<int64_t>(place.tile) * Layout<S>::kTile;
+  const int64_t offset = begin + place_of_thread<N, kRun>(), last = row.numel - 1;
   // Where arithmetic is the bottleneck, what is mostly not needed has code of its own.
   constexpr bool kOnlyUsual = Layout<S>::kApproximate;
-  if (is_whole<S>(row, ready, end) && (!kOnlyUsual || ready.rule.is_usual())) {
+  const int32_t whole_units = kOnlyUsual ? ready.whole_units : abs(ready.whole_units);
+  if (is_whole<S>(whole_units, place.tile) && comes_along<S>(row)) {
     if constexpr (Layout<S>::kTwoSlices) {
       constexpr int kBytes = kTileThreads * (Layout<S>::template WeightOf<N>::kBytes +
                                              N * sizeof(typename S::Grad::Storage) +
@@ -819,22 +828,24 @@ __device__ __forceinline__ void update_tile(const Update& args) {
       using Staged = Span<kRun, From::kStage>;
       wait_for_slices<1>();
       if (!update_slice<S, N, true, kOnlyUsual>(row, ready, Staged{offset, last, stage},
-                                                rows[tensor])) {
+                                                rows[place.tensor])) {
+        wait_for_slices<0>();
         return update_rest<S, N, kRun>(args, 0);
       }
       wait_for_slices<0>();
       Staged second = {offset + kSlice, last, stage + kBytes};
       // Registers are for numbers: a row is read again, and addresses are computed anew.
       asm volatile("" : "+l"(second.offset));
-      if (!update_slice<S, N, true, kOnlyUsual>(rows[tensor], ready, second, rows[tensor])) {
+      if (!update_slice<S, N, true, kOnlyUsual>(rows[place.tensor], ready, second,
+                                                rows[place.tensor])) {
         update_rest<S, N, kRun>(args, 1);
       }
     } else if (!update_slice<S, N, true, kOnlyUsual>(row, ready, Span<kRun>{offset, last},
-                                                     rows[tensor])) {
+                                                     rows[place.tensor])) {
       update_rest<S, N, kRun>(args, 0);
     }
   } else if (ready.grad) {
-    update_unusual<S, N, kRun>(rows, args.ready, tensor, begin);
+    update_unusual<S, N, kRun>(rows, args.ready, place.tensor, place.tile, 0);
   }
 }
 

@@ -446,45 +446,40 @@ FUSEDOPT_HD void decode(const typename Code::Storage (&raw)[N], float (&values)[
   }
 }
 
-// Of bytes as they are stored, with the sign bit as the lowest one of the mantissa, times scale.
-// kUsual: if the result has the highest bit, there is a NaN, and the values are not right.
-template <class Number, bool kUsual, int N>
-FUSEDOPT_HD uint32_t decode_rotated(const uint8_t (&raw)[N], float scale, float (&values)[N]) {
-  uint32_t unusual = 0;
-#ifdef __CUDA_ARCH__
-  if constexpr (kUsual) {
-    constexpr bool kIsE4 = Number::kMantissaBits == 4;
-    uint32_t words[N / 4];
-    memcpy(words, raw, sizeof raw);
-    FUSEDOPT_UNROLL
-    for (int i = 0; i < N / 4 && kIsE4; ++i) {  // of 5 bits of exponent, NaN and infinity are fp16's
-      unusual |= (words[i] & 0x7f7f7f7fu) + 0x01010101u;  // a carry where a code is NaN
-    }
-    FUSEDOPT_UNROLL
-    for (int i = 0; i < N; i += 2) {
-      // To fp16: each byte above a byte full of its sign bit, down to where the exponent belongs.
-      uint32_t pair;
-      asm("prmt.b32 %0, %1, 0, %2;"
-          : "=r"(pair)
-          : "r"(words[i / 4]), "r"(0x1908u + i % 4 * 0x1111u));
-      if constexpr (kIsE4) {
-        pair = pair >> 1 & 0x3fc03fc0u;
-      } else {
-        pair &= 0x7f807f80u;
-      }
-      split_halves(pair, values[i], values[i + 1]);
-    }
-    FUSEDOPT_UNROLL
-    for (int i = 0; i < N; ++i) values[i] *= scale * Number::kFromHalf;
-    return unusual & 0x80808080u ? 0xffffffffu : 0;
-  }
-#endif
+// Of bytes as they are stored, with the sign bit as the lowest one of the mantissa.
+template <class Number, int N>
+FUSEDOPT_HD void decode_rotated(const uint8_t (&raw)[N], float (&values)[N]) {
   FUSEDOPT_UNROLL
   for (int i = 0; i < N; ++i) {
-    values[i] = Number::decode(static_cast<uint8_t>(raw[i] << 1 | raw[i] >> 7)) * scale;
+    values[i] = Number::decode(static_cast<uint8_t>(raw[i] << 1 | raw[i] >> 7));
   }
-  return unusual;
 }
+
+#if defined(__CUDACC__)
+// The same in fewer instructions, in units of Number::kFromHalf. If the result has the highest bit,
+// there is a NaN, and the values are not right.
+template <class Number, int N>
+__device__ __forceinline__ uint32_t decode_usual_rotated(const uint8_t (&raw)[N],
+                                                         float (&values)[N]) {
+  uint32_t words[N / 4], unusual = 0;
+  memcpy(words, raw, sizeof raw);
+  if constexpr (Number::kMantissaBits == 4) {  // or else NaN and infinity are those of fp16
+    FUSEDOPT_UNROLL
+    for (int i = 0; i < N / 4; ++i) {
+      unusual |= (words[i] & 0x7f7f7f7fu) + 0x01010101u;  // a carry where a code is NaN
+    }
+  }
+  FUSEDOPT_UNROLL
+  for (int i = 0; i < N; i += 2) {
+    // To fp16: each byte above a byte full of its sign bit, down to where the exponent belongs.
+    uint32_t pair;
+    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(pair) : "r"(words[i / 4]), "r"(0x1908u + i % 4 * 0x1111u));
+    pair = Number::kMantissaBits == 4 ? pair >> 1 & 0x3fc03fc0u : pair & 0x7f807f80u;
+    split_halves(pair, values[i], values[i + 1]);
+  }
+  return unusual & 0x80808080u ? 0xffffffffu : 0;
+}
+#endif
 
 template <class Code, int N>
 FUSEDOPT_HD void encode_nearest(const float (&values)[N], typename Code::Storage (&raw)[N]) {
@@ -545,27 +540,34 @@ struct Stream {
   template <bool kUsual, int N>
   static FUSEDOPT_HD uint32_t decode(const Storage (&raw)[N], float scale, float (&values)[N]) {
     uint32_t unusual = 0;
-    if constexpr (kRotated) {
-      unusual = decode_rotated<Number, kUsual>(raw, scale, values);
-    } else {
+    if constexpr (!kRotated) {
       fusedopt::decode<Code>(raw, values);
-      FUSEDOPT_UNROLL
-      for (int i = 0; i < N && kBlockScaled; ++i) values[i] *= scale;
+#if defined(__CUDACC__)
+    } else if constexpr (kUsual) {
+      unusual = decode_usual_rotated<Number>(raw, values);
+      scale *= Number::kFromHalf;
+#endif
+    } else {
+      decode_rotated<Number>(raw, values);
     }
-    FUSEDOPT_UNROLL
-    for (int i = 0; i < N && kRoot; ++i) values[i] *= values[i];
+    if constexpr (kBlockScaled) {
+      FUSEDOPT_UNROLL
+      for (int i = 0; i < N; ++i) {
+        values[i] *= scale;
+        if constexpr (kRoot) values[i] *= values[i];
+      }
+    }
     return unusual;
   }
 
   static constexpr bool kIsCoarse = sizeof(Storage) == 1;
 
-  // Whether a block with this largest magnitude, in bits, has only finite numbers, and is so far from
-  // fp32's ends, or all zeros, that neither its scale nor the way to it needs care.
+  // Whether a block with this largest magnitude, in bits, has only finite numbers, and is so far
+  // from fp32's ends, or all zeros, that neither its scale nor the way to it needs care.
   static FUSEDOPT_HD bool is_usual(uint32_t largest_bits) {
     constexpr int kTop = Number::kTop + Number::kExponentBias - 3;
     // Coarse codes: up from where the smallest one is more than the root of any subnormal number.
-    constexpr int kFromRoot =
-        Number::kTop + Number::kExponentBias - 1 + Number::kMantissaBits - 63;
+    constexpr int kFromRoot = Number::kTop + Number::kExponentBias - 1 + Number::kMantissaBits - 63;
     constexpr uint32_t kFrom = bits_of_power(kRoot && kIsCoarse ? 2 * kFromRoot : -100);
     constexpr uint32_t kBelow = bits_of_power(kRoot ? 2 * kTop : kTop);
     return largest_bits == 0 || largest_bits - kFrom < kBelow - kFrom;
@@ -591,8 +593,8 @@ struct Stream {
   // values: the numbers, or where roots are kept those of `squares`.
   template <bool kUsual, int N>
   static FUSEDOPT_HD void encode(const float (&values)[N], const float (&squares)[N],
-                                 float inverse_scale, bool usual, const Random<N>& random, int stream,
-                                 Storage (&raw)[N]) {
+                                 float inverse_scale, bool usual, const Random<N>& random,
+                                 int stream, Storage (&raw)[N]) {
     constexpr int kWords = (sizeof raw + 3) / 4;
     uint32_t words[kWords];  // what a rare branch may change had better not be bytes
     round<kUsual>(values, inverse_scale, usual, random, stream, raw);
@@ -610,7 +612,8 @@ struct Stream {
         if constexpr (kRoot && !(kUsual && kIsCoarse)) {  // what was zero of a subnormal number
           float roots[N];
           FUSEDOPT_UNROLL
-          for (int i = 0; i < N; ++i) roots[i] = kUsual ? sqrt_of_tiny(squares[i]) : ::sqrtf(squares[i]);
+          for (int i = 0; i < N; ++i)
+            roots[i] = kUsual ? sqrt_of_tiny(squares[i]) : ::sqrtf(squares[i]);
           round<kUsual>(roots, inverse_scale, usual, random, stream, exact);
         }
         FUSEDOPT_UNROLL
@@ -666,7 +669,8 @@ struct Stream {
       }
       encode_nearest<Number>(scaled, raw);
     } else if constexpr (kBlockScaled) {
-      Number::template stochastic<!kIsSquare, kUsual>(values, inverse_scale, usual, random, stream, raw);
+      Number::template stochastic<!kIsSquare, kUsual>(values, inverse_scale, usual, random, stream,
+                                                      raw);
     } else {
       Code::stochastic(values, random, stream, raw);
     }

@@ -24,7 +24,6 @@ struct Adam {
   static constexpr Role kRoles[] = {Role::kMoment, Role::kSecondMoment, Role::kMaximum};
 
   float decay, l2, lerp_weight, beta2, one_minus_beta2, root_factor, eps;
-  bool lerp_from_grad;
 
   FUSEDOPT_HD void begin_step(const Hyperparameters& group, double step) {
     const bool correct = group.bias_correction != 0;
@@ -33,8 +32,8 @@ struct Adam {
     const bool decoupled = group.adam_w_mode != 0;
     decay = static_cast<float>(decoupled ? group.lr * group.weight_decay : 0);
     l2 = static_cast<float>(decoupled ? 0 : group.weight_decay);
-    lerp_from_grad = group.beta1 < 0.5;  // as torch.lerp: start from the nearer end
-    lerp_weight = static_cast<float>(lerp_from_grad ? -group.beta1 : 1 - group.beta1);
+    // As torch.lerp: from the nearer end, from the gradient if it is negative (or -0).
+    lerp_weight = static_cast<float>(group.beta1 < 0.5 ? -group.beta1 : 1 - group.beta1);
     beta2 = static_cast<float>(group.beta2);
     one_minus_beta2 = static_cast<float>(1 - group.beta2);
     // The step size divides the denominator instead of multiplying every quotient. Without one the
@@ -46,7 +45,8 @@ struct Adam {
     eps = static_cast<float>(moves ? group.eps / step_size : INFINITY);
   }
 
-  FUSEDOPT_HD bool is_usual() const { return l2 == 0 && !lerp_from_grad; }
+  FUSEDOPT_HD bool lerp_from_grad() const { return float_bits(lerp_weight) >> 31; }
+  FUSEDOPT_HD bool is_usual() const { return l2 == 0 && !lerp_from_grad(); }
 
   template <int kStates, bool kUsual, class Math>
   FUSEDOPT_HD void apply(float& param, float grad, float (&state)[kMaxStates], Math& math) const {
@@ -54,7 +54,7 @@ struct Adam {
     float& exp_avg_sq = state[1];
     param = unless_zero(decay, fused_multiply_add(-decay, param, param), param);
     if (!kUsual) grad = unless_zero(l2, fused_multiply_add(l2, param, grad), grad);
-    const float base = !kUsual && lerp_from_grad ? grad : exp_avg;
+    const float base = !kUsual && lerp_from_grad() ? grad : exp_avg;
     exp_avg = fused_multiply_add(lerp_weight, grad - exp_avg, base);
     exp_avg_sq = fused_multiply_add(one_minus_beta2 * grad, grad, beta2 * exp_avg_sq);
     float second = exp_avg_sq;

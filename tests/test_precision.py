@@ -386,6 +386,35 @@ def test_what_is_not_finite_stays_where_it_is(
         assert torch.equal(got[~own], want[~own]), name
 
 
+@pytest.mark.parametrize("case", PRECISIONS, ids=str)
+def test_blocks_do_not_meet(case: Case, device: torch.device, backend: str) -> None:
+    """A block becomes what it would among its like, and so do the others beside it."""
+    info = torch.finfo(case.dtype)
+    numbers = {1: torch.nan, 6: torch.inf, 8: info.max / 4, 15: info.tiny, 16: 0.0, 23: -torch.inf}
+    param = new_params(case, device, [(32 * 256,)])[0].detach()
+    grads = [torch.randn_like(param) for _ in range(3)]
+
+    def run(numbers: dict[int, float]) -> list[Tensor]:
+        own = Parameter(param.clone())
+        optimizer = make(case, [own])
+        for grad in grads:
+            blocks = grad.clone().view(32, 256)
+            for block, number in numbers.items():
+                blocks[block] = number
+            own.grad = blocks.flatten()
+            optimizer.step()
+        assert optimizer.backend == backend
+        state = {name: value for name, value in optimizer.state[own].items() if name != "step"}
+        return [bits(value).view(32, -1) for value in (own.detach(), *state.values())]
+
+    mixed, ordinary = run(numbers), run({})
+    others = [block for block in range(32) if block not in numbers]
+    assert_same_bits([x[others] for x in mixed], [x[others] for x in ordinary])
+    for block, number in numbers.items():
+        alike = run(dict.fromkeys(range(32), number))
+        assert_same_bits([x[block] for x in mixed], [x[block] for x in alike])
+
+
 def test_a_maximum_does_not_follow_its_block(device: torch.device, backend: str) -> None:
     """One element of each block grows; the others' maximum stays what it was."""
     for dtype in ("fp16", "fp8", "fp8_e5m2"):
