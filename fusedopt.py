@@ -41,7 +41,7 @@ import threading
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from copy import deepcopy
@@ -49,7 +49,7 @@ from enum import Enum, auto
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -828,17 +828,18 @@ def _listed(dtypes: Iterable[torch.dtype]) -> str:
     return ", ".join(str(dtype) for dtype in dtypes)
 
 
-def _as_code(dtype: Any, option: str) -> torch.dtype:
-    if isinstance(dtype, torch.dtype) and dtype in _CODES:
-        return dtype
-    try:
-        return _DTYPE_NAMES[dtype]
-    except (KeyError, TypeError):
-        names = ", ".join(repr(name) for name in _DTYPE_NAMES if isinstance(name, str))
-        raise ValueError(
-            f"{option} must be None, one of {names}, or the torch.dtype of one of them, "
-            f"got {dtype!r}"
-        ) from None
+def _as_code(
+    dtype: Any, option: str, allowed: Collection[torch.dtype] = _CODES.keys()
+) -> torch.dtype:
+    known = isinstance(dtype, str | torch.dtype | None)
+    code = _DTYPE_NAMES.get(dtype, dtype) if known else None
+    if code in allowed:
+        return cast(torch.dtype, code)
+    names = [name for name, of in _DTYPE_NAMES.items() if isinstance(name, str) and of in allowed]
+    raise ValueError(
+        f"{option} must be None, one of {', '.join(map(repr, names))}, or the torch.dtype of one "
+        f"of them, got {dtype!r}"
+    )
 
 
 def _unscaled(stored: Tensor, scale: Tensor | None, role: _Role) -> Tensor:
@@ -1332,7 +1333,8 @@ def _read_weight(place: _Weight, state: Mapping[str, Any]) -> Tensor:
         return _in_order(data, _unscaled(master, scale, _Role.WEIGHT))
     if master is not None and data.dtype in (torch.bfloat16, torch.float32):
         half = _flat(data).bfloat16()
-        if data.dtype is torch.bfloat16 or torch.equal(half.float(), _flat(data)):
+        same = data.dtype is torch.bfloat16 or (half.float() == _flat(data)) | half.isnan()
+        if same is True or bool(same.all()):
             if _layout(master) != _layout(data) or master.device != data.device:
                 master = torch.empty_like(data, dtype=master.dtype).copy_(master)
             return _join(half, _flat(master))
@@ -1389,9 +1391,12 @@ def _as_number(value: Any, name: str) -> float:
 
 
 def _as_switch(value: Any, name: str) -> bool:
-    if isinstance(value, str | bytes | float) or value not in (False, True):
-        raise ValueError(f"{name} must be True or False, got {value!r}")
-    return bool(value)
+    try:
+        if not isinstance(value, str | bytes | float) and value in (False, True):
+            return bool(value)
+    except (TypeError, ValueError, RuntimeError):  # arrays and tensors of several numbers
+        pass
+    raise ValueError(f"{name} must be True or False, got {value!r}")
 
 
 def _validate_betas(group: dict[str, Any]) -> None:
@@ -1463,6 +1468,7 @@ class _FusedOptimizer(torch.optim.Optimizer):
 
     _rule: str
     _state_names: tuple[str, ...]  # of all states that there may be
+    _always_has: tuple[str, ...] = ()  # of those, which every parameter has after a step
     _hyperparameters: tuple[str, ...]
     # The keys of a group that decide what is kept: storage, which a checkpoint converts to.
     _modes: tuple[str, ...] = (
@@ -1484,6 +1490,7 @@ class _FusedOptimizer(torch.optim.Optimizer):
     _structure: tuple[str, ...]  # `_modes` and whatever else makes a plan stale when it changes
     _step_supports_amp_scaling = True
     _is_preparing = False  # a plan of one parameter, by which the plans of others stay
+    _last_backend = ""  # that of plans which are no more
 
     _max_grad_norm: float | None
     grad_norm: Tensor | None  # of the last step, unscaled and before clipping; 0-dim fp32
@@ -1539,7 +1546,7 @@ class _FusedOptimizer(torch.optim.Optimizer):
         """The path of the last step: "cuda", "cpu", "torch", or several joined by "+"."""
         single = [made for made, _ in self._single_plans.values()]
         plans = self._plans if self._in_backward is None else single
-        return "+".join(sorted({made.backend for made in plans}))
+        return "+".join(sorted({made.backend for made in plans})) or self._last_backend
 
     @property
     def last_step_skipped(self) -> Tensor:
@@ -1594,15 +1601,13 @@ class _FusedOptimizer(torch.optim.Optimizer):
                 raise ValueError(f"{name} must be finite and at least 0, got {group[name]}")
         for name, default in (("foreach", None), ("fused", None), ("differentiable", False)):
             if group.get(name) not in (None, default, True if name == "fused" else default):
+                allowed = "None or True" if name == "fused" else repr(default)
                 raise ValueError(
-                    f"{name}={group[name]!r} cannot be honoured: leave it at {default!r}"
+                    f"{name}={group[name]!r} cannot be honoured: leave it at {allowed}"
                 )
-        group["master_weight_dtype"] = _as_code(group["master_weight_dtype"], "master_weight_dtype")
-        if group["master_weight_dtype"] not in (torch.float32, torch.float16):
-            raise ValueError(
-                "master_weight_dtype must be torch.float32 or torch.float16, "
-                f"got {group['master_weight_dtype']}"
-            )
+        group["master_weight_dtype"] = _as_code(
+            group["master_weight_dtype"], "master_weight_dtype", (torch.float32, torch.float16)
+        )
         bits = group["master_weight_bits"]
         if bits is not None and (type(bits) is not int or bits != 24):
             raise ValueError(
@@ -1749,7 +1754,7 @@ class _FusedOptimizer(torch.optim.Optimizer):
         if place.largest and place.scaling is not None:  # with the checkpoint too
             for mine, name in zip(place.scaling, _SCALING, strict=True):
                 if copy and name in source:
-                    mine.copy_(source[name])
+                    mine.copy_(torch.as_tensor(source[name]).reshape(()))
                 if state.get(name) is not mine:
                     state[name] = mine
 
@@ -1833,6 +1838,8 @@ class _FusedOptimizer(torch.optim.Optimizer):
         single = [made for made, _ in getattr(self, "_single_plans", {}).values()]
         plans = [*getattr(self, "_plans", []), *single]
         retired += [made for made in plans if made.plan.captured]
+        if plans:
+            self._last_backend = "+".join(sorted({made.backend for made in plans}))
         self._retired: list[_DevicePlan] = retired
         self._plans: list[_DevicePlan] = []
         self._single_plans: dict[Tensor, tuple[_DevicePlan, list[Any]]] = {}
@@ -2259,12 +2266,15 @@ class _FusedOptimizer(torch.optim.Optimizer):
 
         Raises:
             KeyError: there is no such state.
-            ValueError: the shape differs.
+            ValueError: these are not real numbers of the parameter's shape.
         """
         form = self._form_of(param)
         names = [name for name, _, _ in form.states] + ["master_param"] * (form.master is not None)
         if state_name not in names:
             raise KeyError(f"no state {state_name!r}: there are {', '.join(names) or 'none'}")
+        if not isinstance(unscaled_state, Tensor) or unscaled_state.is_complex():
+            kind = getattr(unscaled_state, "dtype", type(unscaled_state).__name__)
+            raise ValueError(f"{state_name} must be a tensor of real numbers, got {kind}")
         if unscaled_state.shape != param.shape:
             raise ValueError(
                 f"{state_name} has shape {tuple(unscaled_state.shape)}, its parameter "
@@ -2377,15 +2387,20 @@ class _FusedOptimizer(torch.optim.Optimizer):
                     f"group {i} of the checkpoint has {len(saved['params'])} parameters, of the "
                     f"optimizer {len(group['params'])}"
                 )
+            if foreign := sorted(saved.keys() & _OF_SOME - group.keys()):
+                raise ValueError(
+                    f"the checkpoint is of another optimizer: group {i} has {foreign[0]}, which "
+                    f"{type(self).__name__} does not know"
+                )
             params.update(zip(saved["params"], group["params"], strict=True))
         known = (*self._state_names, "master_param")
         for key, param in params.items():
             for name, value in saved_state.get(key, {}).items():
                 if value is None:
                     continue
-                if name == "step" and not 0 <= _as_number(value, "step") < math.inf:
-                    raise ValueError(f"step of parameter {key} is {value} in the checkpoint")
                 if name == "step" or name in _SCALING:
+                    if not 0 <= _as_number(value, f"{name} of parameter {key}") < math.inf:
+                        raise ValueError(f"{name} of parameter {key} is {value} in the checkpoint")
                     continue
                 if name.removesuffix("_scale") not in known:
                     raise ValueError(
@@ -2408,7 +2423,30 @@ class _FusedOptimizer(torch.optim.Optimizer):
                         f"{name} of parameter {key} has shape {tuple(value.shape)} in the "
                         f"checkpoint, the parameter {tuple(param.shape)} asks for {tuple(wanted)}"
                     )
+                if name.endswith("_scale") and not ((value > 0) & value.isfinite()).all():
+                    raise ValueError(
+                        f"{name} of parameter {key} has {float(value.min())} in the checkpoint, "
+                        "scales are positive and finite"
+                    )
+            if key in saved_state:
+                self._check_complete(key, self._saved_state(saved_state[key]))
         return params
+
+    def _check_complete(self, key: Any, saved: Mapping[str, Any]) -> None:
+        """ValueError if a saved state lacks what one of this class never lacks."""
+        used = float(saved.get("step", 0)) > 0
+        if lacks := [name for name in self._always_has if used and saved.get(name) is None]:
+            raise ValueError(
+                f"the checkpoint is of another optimizer: parameter {key} has no {lacks[0]}, "
+                f"{type(self).__name__} keeps {', '.join(self._state_names)}"
+            )
+        for name, value in saved.items():
+            is_fp8 = isinstance(value, Tensor) and value.dtype in _FP8_LARGEST
+            if is_fp8 and saved.get(f"{name}_scale") is None:
+                raise ValueError(
+                    f"{name} of parameter {key} is {value.dtype} in the checkpoint, but it has no "
+                    f"{name}_scale"
+                )
 
     def _loaded_group(self, group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
         """A group with the hyperparameters of the file and the modes of this optimizer."""
@@ -2823,6 +2861,7 @@ class FusedAdam(_FusedOptimizer):
 
     _rule = "Adam"
     _state_names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    _always_has = ("exp_avg", "exp_avg_sq")
     _hyperparameters = (
         "maximize",
         "lr",
@@ -3106,7 +3145,7 @@ class FusedLion(_FusedOptimizer):
     """
 
     _rule = "Lion"
-    _state_names = ("exp_avg",)
+    _state_names = _always_has = ("exp_avg",)
     _hyperparameters = ("maximize", "lr", "betas", "weight_decay")
     _modes = (*_FusedOptimizer._modes, "exp_avg_dtype")
     _structure = _modes
@@ -3160,3 +3199,8 @@ class FusedLion(_FusedOptimizer):
 
     def _torch_group(self, group: dict[str, Any]) -> dict[str, Any]:
         raise ValueError("torch.optim has no Lion")
+
+
+# Keys of a group that some optimizers know and others do not.
+_KNOWN = [frozenset(cls._hyperparameters) for cls in (FusedAdam, FusedSGD, FusedLion)]
+_OF_SOME = frozenset.union(*_KNOWN) - frozenset.intersection(*_KNOWN)

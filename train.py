@@ -241,7 +241,8 @@ class Run:
         if min(sizes) <= trainer.seq_len:
             raise ConfigError(
                 "data: the training and the validation text must each have more than "
-                f"trainer.seq_len={trainer.seq_len} bytes, got {sizes[0]} and {sizes[1]}"
+                f"trainer.seq_len={trainer.seq_len} bytes, got {sizes[0]} and {sizes[1]} (of "
+                "several files every tenth, or the last, is for validation)"
             )
         self.model = build("model", config.model)
         self.model.to(self.device, DTYPES[config.precision.param_dtype])
@@ -811,6 +812,9 @@ def main(config: DictConfig) -> float:
                 kept = " ".join(saved.values())
                 raise ConfigError(f"resume: {one_line(error)} (the run had: {kept})") from error
         overrides.pop("resume", None)
+        if config.data.get("path"):  # a resumed run may start elsewhere
+            absolute = to_absolute_path(str(config.data.path)).replace("'", "\\'")
+            overrides["data.path"] = f"data.path='{absolute}'"
         run = Run(config, Path(job.runtime.output_dir), list(overrides.values()))
         if checkpoint is not None:
             restore(run, checkpoint)
@@ -853,7 +857,11 @@ def errors_in_one_line(job: Any = None) -> Iterator[None]:
             raise
         sys.exit(2)
     except KeyboardInterrupt:
-        print("stopped; the run's folder keeps its last whole checkpoint.pt", file=sys.stderr)
+        saved = job is not None and Path(job.runtime.output_dir, "checkpoint.pt").exists()
+        kept = (
+            "the run's folder keeps its last whole checkpoint.pt" if saved else "nothing is saved"
+        )
+        print(f"stopped; {kept}", file=sys.stderr)
         sys.exit(130)
 
 

@@ -57,9 +57,12 @@ def first_step(cache: str, device: str, dtype: str) -> tuple[float, float, str]:
 def main() -> None:
     import torch
 
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    available = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=available, help="cuda or cpu")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder")
     options = parser.parse_args()
     cores = len(os.sched_getaffinity(0))
     cold = (25, 15) if cores >= 16 else (45,)

@@ -168,7 +168,9 @@ def draw(jobs: list[Job], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--model", default="gpt_small")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seeds", type=int, default=3)
@@ -179,7 +181,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=3, help="runs at a time")
     parser.add_argument("--max-seconds", type=float, default=float("inf"))
     parser.add_argument("--override", nargs="*", default=[], help="more overrides for train.py")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder")
     options = parser.parse_args()
     folder = (options.out / "convergence").resolve()
     # Seeds outermost: cut short, it has compared every mode at the first seeds.

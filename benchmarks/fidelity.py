@@ -115,13 +115,16 @@ def markdown(rows: list[dict[str, Any]], problem: Problem) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     cuda = torch.cuda.is_available()
-    parser.add_argument("--device", default="cuda" if cuda else "cpu")
-    parser.add_argument("--elements", type=int, default=2**20 if cuda else 2**16)
-    parser.add_argument("--steps", type=int, default=5000)
+    parser.add_argument("--device", default="cuda" if cuda else "cpu", help="cuda or cpu")
+    elements = 2**20 if cuda else 2**16
+    parser.add_argument("--elements", type=int, default=elements, help="of each state")
+    parser.add_argument("--steps", type=int, default=5000, help="of each optimizer")
     parser.add_argument("--spread", type=float, default=1.0, help="of log(scale) within a block")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     start = time.perf_counter()

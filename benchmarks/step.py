@@ -254,13 +254,15 @@ def wanted(workload: Workload, config: Config, options: argparse.Namespace) -> b
 def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     offered = WORKLOADS if device.type == "cuda" else CPU_WORKLOADS
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     allowed = ", ".join(workload.name for workload in offered)
     parser.add_argument("--workload", action="append", help=f"repeatable: begins one of {allowed}")
     parser.add_argument("--config", action="append", help="repeatable: part of 'form / library'")
     parser.add_argument("--all", action="store_true", help="every config on every workload")
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder")
     options = parser.parse_args()
     for name in options.workload or ():
         if not any(workload.name.startswith(name) for workload in offered):

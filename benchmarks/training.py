@@ -62,13 +62,15 @@ def train(overrides: list[str], options: argparse.Namespace) -> dict[str, float]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--model", default="gpt_small")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--seq-len", type=int, default=512)
     parser.add_argument("--eager-only", action="store_true", help="no CUDA graphs")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder")
     options = parser.parse_args()
     lines = [
         f"{options.model}, {options.batch_size} x {options.seq_len} bytes a step\n",

@@ -534,6 +534,7 @@ struct Stream {
   static constexpr bool kRoot = kBlockScaled && kIsSquare;
   static constexpr bool kKeepsNonzero = kIsSquare && sizeof(Storage) < sizeof(float);
   static constexpr bool kRotated = kRoot && OfRoots<Code>::kRotated;
+  static constexpr bool kIsCoarse = sizeof(Storage) == 1;
   using Number = std::conditional_t<kRoot, typename OfRoots<Code>::Number, Code>;
 
   // kUsual: if the result has the highest bit, the values are not right.
@@ -559,8 +560,6 @@ struct Stream {
     }
     return unusual;
   }
-
-  static constexpr bool kIsCoarse = sizeof(Storage) == 1;
 
   // Whether a block with this largest magnitude, in bits, has only finite numbers, and is so far
   // from fp32's ends, or all zeros, that neither its scale nor the way to it needs care.
@@ -590,7 +589,8 @@ struct Stream {
     return kUsual || scale > power_of_two(-126) ? scale : power_of_two(-126);
   }
 
-  // values: the numbers, or where roots are kept those of `squares`.
+  // values: the numbers, or where roots are kept those of `squares`. usual: is_usual() of the
+  // block; kUsual: it is, so the code for others is left out.
   template <bool kUsual, int N>
   static FUSEDOPT_HD void encode(const float (&values)[N], const float (&squares)[N],
                                  float inverse_scale, bool usual, const Random<N>& random,
@@ -612,8 +612,9 @@ struct Stream {
         if constexpr (kRoot && !(kUsual && kIsCoarse)) {  // what was zero of a subnormal number
           float roots[N];
           FUSEDOPT_UNROLL
-          for (int i = 0; i < N; ++i)
+          for (int i = 0; i < N; ++i) {
             roots[i] = kUsual ? sqrt_of_tiny(squares[i]) : ::sqrtf(squares[i]);
+          }
           round<kUsual>(roots, inverse_scale, usual, random, stream, exact);
         }
         FUSEDOPT_UNROLL

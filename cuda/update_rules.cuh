@@ -33,7 +33,7 @@ struct Adam {
     decay = static_cast<float>(decoupled ? group.lr * group.weight_decay : 0);
     l2 = static_cast<float>(decoupled ? 0 : group.weight_decay);
     // As torch.lerp: from the nearer end, from the gradient if it is negative (or -0).
-    lerp_weight = static_cast<float>(group.beta1 < 0.5 ? -group.beta1 : 1 - group.beta1);
+    lerp_weight = static_cast<float>(group.beta1 <= 0.5 ? -group.beta1 : 1 - group.beta1);
     beta2 = static_cast<float>(group.beta2);
     one_minus_beta2 = static_cast<float>(1 - group.beta2);
     // The step size divides the denominator instead of multiplying every quotient. Without one the

@@ -52,14 +52,16 @@ INVALID_OPTIONS: list[tuple[dict[str, Any], str]] = [
     (dict(exp_avg_dtype=torch.int32), r"exp_avg_dtype must be .* got torch\.int32"),
     (dict(exp_avg_dtype=[8]), r"exp_avg_dtype must be .* got \[8\]"),
     (dict(master_weight_dtype=torch.bfloat16), r"master_weight_dtype must .* got torch\.bfloat16"),
-    (dict(master_weight_dtype="fp7"), r"master_weight_dtype must .* got 'fp7'"),
+    (dict(master_weight_dtype="fp7"), r"master_weight_dtype must .*'fp32', 'fp16', .* got 'fp7'"),
+    (dict(master_weight_dtype="bf16"), r"master_weight_dtype must .* got 'bf16'"),
+    (dict(maximize=torch.ones(2)), r"maximize must be True or False, got tensor"),
     (dict(master_weight_bits=16), r"master_weight_bits must be None or 24, got 16"),
     (
         dict(master_weight_bits=24, store_param_remainders=True),
         r"store_param_remainders=True .* master_weight_bits=24",
     ),
     (dict(foreach=True), r"foreach=True cannot be honoured"),
-    (dict(fused=False), r"fused=False cannot be honoured"),
+    (dict(fused=False), r"fused=False cannot be honoured: leave it at None or True"),
     (dict(differentiable=True), r"differentiable=True cannot be honoured"),
 ]
 INVALID_SGD_OPTIONS: list[tuple[dict[str, Any], str]] = [

@@ -556,6 +556,7 @@ def test_steps_in_backward(kind: Any, options: Any, device: torch.device, backen
     pairs = zip(model.parameters(), twin.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
     handle.remove()
+    assert optimizer.backend == backend
     model(x).square().mean().backward()
     assert all(param.grad is not None for param in model.parameters())
     optimizer.step()

@@ -441,8 +441,8 @@ def test_a_file_that_does_not_fit_changes_nothing(device: torch.device, backend:
         ("exp_avg", torch.ones(5000, device="meta"), "exp_avg of parameter 1 .* on meta"),
         ("exp_avg", torch.ones(5000).to_sparse(), "exp_avg of parameter 1 is torch.sparse_coo"),
         ("step", torch.tensor(-5.0), "step of parameter 1 is -5"),
-        ("step", "abc", "step must be one number, got 'abc'"),
-        ("step", torch.ones(2), "step must be one number"),
+        ("step", "abc", "step of parameter 1 must be one number, got 'abc'"),
+        ("step", torch.ones(2), "step of parameter 1 must be one number"),
     ):
         bad = copy.deepcopy(good)
         bad["state"][1][name] = value

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -600,6 +601,10 @@ def test_states_are_read_and_written(case: Case, device: torch.device, backend: 
     wrong: Tensor = torch.zeros(3, device=device)
     with pytest.raises((ValueError, RuntimeError), match="80"):
         optimizer.set_scaled_state(param, case.state_names[0], wrong)
+    no_numbers: Any = ([0.0], torch.zeros_like(param, dtype=torch.complex64))
+    for value in no_numbers:
+        with pytest.raises(ValueError, match="must be a tensor of real numbers, got"):
+            optimizer.set_scaled_state(param, case.state_names[0], value)
 
 
 def test_one_parameter_s_state_is_made(device: torch.device, backend: str) -> None:
@@ -622,22 +627,79 @@ def test_one_parameter_s_state_is_made(device: torch.device, backend: str) -> No
         (torch.optim.RMSprop, fusedopt.FusedAdam),
         (torch.optim.Adam, fusedopt.FusedSGD),
         (torch.optim.Adam, fusedopt.FusedLion),
+        (partial(torch.optim.SGD, momentum=0.9), fusedopt.FusedAdam),
+        (fusedopt.FusedLion, fusedopt.FusedAdam),
+        (fusedopt.FusedLion, fusedopt.FusedSGD),
+        (fusedopt.FusedSGD, fusedopt.FusedLion),
     ],
 )
 def test_a_file_of_another_optimizer(saved: Any, fused: Any) -> None:
     param = Parameter(torch.ones(5))
     param.grad = torch.ones(5)
-    other = saved([param], lr=0.5, **(dict(momentum=0.9) if saved is torch.optim.SGD else {}))
+    other = saved([param], lr=0.5)
     other.step()
     optimizer = fused([param], lr=0.25)
     optimizer.step()
     before = snapshot(optimizer)
-    with pytest.raises(ValueError, match="the checkpoint is of another optimizer: parameter 0 has"):
+    with pytest.raises(ValueError, match="the checkpoint is of another optimizer: "):
         optimizer.load_state_dict(other.state_dict())
     with pytest.raises(ValueError, match="no optimizer's state_dict: it has no param_groups"):
         optimizer.load_state_dict({})
     assert optimizer.param_groups[0]["lr"] == 0.25
     assert_same_bits(snapshot(optimizer), before)
+
+
+def test_a_file_that_is_damaged(device: torch.device, backend: str) -> None:
+    """One error that names what is wrong, and nothing has changed."""
+    params = [Parameter(torch.randn(5000, device=device))]
+    params.append(fusedopt.fp8_parameter(torch.randn(8, device=device)))
+    kept: Any = dict(exp_avg_dtype="fp8", exp_avg_sq_dtype="fp8", use_decoupled_grad=True)
+    optimizer = fusedopt.FusedAdam(params, master_weights=True, **kept)
+    for param in params:
+        param.decoupled_grad = torch.randn(param.shape, device=device)  # type: ignore[attr-defined]
+    optimizer.step()
+    assert optimizer.backend == backend
+    before = snapshot(optimizer)
+    nothing = torch.zeros(20)
+    for key, name, value, said in (
+        (0, "exp_avg_sq", None, "of another optimizer: parameter 0 has no exp_avg_sq"),
+        (
+            0,
+            "exp_avg_sq_scale",
+            None,
+            "is torch.float8_e4m3fn in the checkpoint, but it has no exp_avg_sq_scale",
+        ),
+        (0, "exp_avg_scale", nothing, "exp_avg_scale of parameter 0 has 0.0"),
+        (0, "exp_avg_scale", nothing - 1, "exp_avg_scale of parameter 0 has -1.0"),
+        (0, "exp_avg_scale", nothing / 0, "exp_avg_scale of parameter 0 has nan"),
+        (0, "step", torch.tensor(-1.0), "step of parameter 0 is"),
+        (1, "fp8_scale", "1", "fp8_scale of parameter 1 must be one number, got '1'"),
+        (1, "fp8_amax", torch.ones(2), "fp8_amax of parameter 1 must be one number"),
+        (1, "fp8_scale", torch.tensor(torch.nan), "fp8_scale of parameter 1 is"),
+    ):
+        file = copy.deepcopy(optimizer.state_dict())
+        file["state"][0]["master_param"] = torch.full((5000,), 7.0)
+        file["state"][key][name] = value
+        with pytest.raises(ValueError, match=said):
+            optimizer.load_state_dict(file)
+        assert_same_bits(snapshot(optimizer), before)
+    file = copy.deepcopy(optimizer.state_dict())
+    file["state"][1]["fp8_scale"] = file["state"][1]["fp8_scale"].reshape(1)
+    optimizer.load_state_dict(file)
+    assert_same_bits(snapshot(optimizer), before)
+
+
+def test_nan_leaves_the_others_remainders(device: torch.device, backend: str) -> None:
+    param = Parameter(torch.randn(5000, device=device).bfloat16())
+    optimizer = fusedopt.FusedAdam([param], store_param_remainders=True)
+    param.grad = torch.randn_like(param)
+    optimizer.step()
+    assert optimizer.backend == backend
+    param.data[7] = torch.nan
+    wide = Parameter(param.detach().float())
+    fusedopt.FusedAdam([wide]).load_state_dict(optimizer.state_dict())
+    master = optimizer.get_unscaled_state(param, "master_param")
+    assert torch.equal((wide != master).nonzero().flatten().cpu(), torch.tensor([7]))
 
 
 @pytest.mark.parametrize(

@@ -318,6 +318,32 @@ def test_torch_cannot_go_on_from_a_low_bit_state(
 # ---------------------------------------------------------------------------- stop and go on
 
 
+def test_a_relative_path_of_data_is_remembered(
+    launch: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "it's a home"
+    home.mkdir()
+    (home / "own.txt").write_bytes(b"line of text\n" * 99)
+    monkeypatch.chdir(home)
+    assert launch("first", "data.path=own.txt", "trainer.steps=2") == 0
+    monkeypatch.chdir(tmp_path)
+    more = [f"hydra.run.dir={tmp_path}/rest", f"resume={tmp_path}/first", "trainer.steps=4"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *more])
+    assert exit_code() == 0
+    assert checkpoint(tmp_path / "rest")["step"] == 4
+
+
+def test_stopped_before_anything_is_saved(
+    launch: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "build_optimizer", stop)
+    assert launch("none") == 130
+    assert "stopped; nothing is saved" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -35,6 +35,8 @@ from cases import (
 from torch import Tensor
 from torch.nn import Parameter
 
+import fusedopt
+
 SHAPES = [(3,), (257,), (64, 33), (0,), (17, 3, 85), ()]
 ADAM = CASES[0]
 
@@ -410,6 +412,23 @@ def test_what_is_not_finite_propagates_as_in_torch(
         for name in case.state_names:
             ours = optimizer.state[param][name].cpu()
             torch.testing.assert_close(ours, reference.state[theirs][name], equal_nan=True)
+
+
+@pytest.mark.parametrize("beta1", [0.0, 0.3, 0.5, 0.6, 0.9])
+def test_a_lerp_goes_from_torch_s_end(beta1: float, device: torch.device, backend: str) -> None:
+    """So that the same elements are infinite or NaN."""
+    grads = torch.tensor([torch.inf, -torch.inf, 3e38, -3e38, torch.nan, 1, 0], device=device)
+    params = [Parameter(torch.ones(7, device=device)) for _ in range(2)]
+    ours: Any = fusedopt.FusedAdam([params[0]], betas=(beta1, 0.9))
+    theirs = torch.optim.AdamW([params[1]], betas=(beta1, 0.9), weight_decay=0)
+    for sign in (1, -1, 1):
+        for param in params:
+            param.grad = sign * grads
+        ours.step()
+        theirs.step()
+        got, want = ours.state[params[0]]["exp_avg"], theirs.state[params[1]]["exp_avg"]
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=0, equal_nan=True)
+    assert ours.backend == backend
 
 
 def test_autograd_notices_the_update(device: torch.device, backend: str) -> None:
