@@ -2569,6 +2569,7 @@ class _StepInBackward:
         for hook in self.hooks:
             hook.remove()
         self.optimizer._in_backward = None
+        self.optimizer._forget_plans()  # those of one parameter each
 
     def end_of_iteration(self, loss: Any, scaling: _Scaling) -> Any:
         """What step() does meanwhile: little is left to update."""
