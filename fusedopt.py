@@ -729,10 +729,10 @@ def _rotated(codes: Tensor, to_the_right: int) -> Tensor:
 
 def _decode_rotated(code: _Code, raw: Tensor) -> Tensor:
     """fp32 values of an fp8 tensor whose sign bit is the lowest bit of the mantissa."""
-    bits = _rotated(raw.view(torch.uint8), 7).int()
-    exponent, mantissa = bits >> (code.mantissa + 1), bits & (2 << code.mantissa) - 1
-    mantissa = mantissa + (exponent > 0) * (2 << code.mantissa)
-    values = torch.ldexp(mantissa.float(), exponent.clamp(min=1) - (code.bias + code.mantissa + 1))
+    bits, width = _rotated(raw.view(torch.uint8), 7).int(), code.mantissa + 1
+    exponent, mantissa = bits >> width, bits & (1 << width) - 1
+    mantissa = mantissa + (exponent > 0) * (1 << width)
+    values = torch.ldexp(mantissa.float(), exponent.clamp(min=1) - (code.bias + width))
     return values.where(raw.float().isfinite(), raw.float().abs())
 
 
@@ -1332,9 +1332,9 @@ def _read_weight(place: _Weight, state: Mapping[str, Any]) -> Tensor:
         scale = state.get("master_param_scale")
         return _in_order(data, _unscaled(master, scale, _Role.WEIGHT))
     if master is not None and data.dtype in (torch.bfloat16, torch.float32):
-        half = _flat(data).bfloat16()
-        same = data.dtype is torch.bfloat16 or (half.float() == _flat(data)) | half.isnan()
-        if same is True or bool(same.all()):
+        flat = _flat(data)
+        half = flat.bfloat16()
+        if data.dtype is torch.bfloat16 or bool(((half.float() == flat) | half.isnan()).all()):
             if _layout(master) != _layout(data) or master.device != data.device:
                 master = torch.empty_like(data, dtype=master.dtype).copy_(master)
             return _join(half, _flat(master))
@@ -1423,6 +1423,10 @@ def _check_kinds_of_checkpoint(state_dict: dict[str, Any]) -> None:
     for key, state in state_dict["state"].items():
         if not isinstance(key, str):
             check(state, dict, f"state {key}", "a dict")
+
+
+def _backends(plans: Iterable[_DevicePlan]) -> str:
+    return "+".join(sorted({made.backend for made in plans}))
 
 
 def _is_observed(optimizer: torch.optim.Optimizer) -> bool:
@@ -1546,7 +1550,7 @@ class _FusedOptimizer(torch.optim.Optimizer):
         """The path of the last step: "cuda", "cpu", "torch", or several joined by "+"."""
         single = [made for made, _ in self._single_plans.values()]
         plans = self._plans if self._in_backward is None else single
-        return "+".join(sorted({made.backend for made in plans})) or self._last_backend
+        return _backends(plans) or self._last_backend
 
     @property
     def last_step_skipped(self) -> Tensor:
@@ -1838,8 +1842,7 @@ class _FusedOptimizer(torch.optim.Optimizer):
         single = [made for made, _ in getattr(self, "_single_plans", {}).values()]
         plans = [*getattr(self, "_plans", []), *single]
         retired += [made for made in plans if made.plan.captured]
-        if plans:
-            self._last_backend = "+".join(sorted({made.backend for made in plans}))
+        self._last_backend = _backends(plans) or self._last_backend
         self._retired: list[_DevicePlan] = retired
         self._plans: list[_DevicePlan] = []
         self._single_plans: dict[Tensor, tuple[_DevicePlan, list[Any]]] = {}
@@ -2423,6 +2426,11 @@ class _FusedOptimizer(torch.optim.Optimizer):
                         f"{name} of parameter {key} has shape {tuple(value.shape)} in the "
                         f"checkpoint, the parameter {tuple(param.shape)} asks for {tuple(wanted)}"
                     )
+                if value.dtype in _FP8_LARGEST and saved_state[key].get(f"{name}_scale") is None:
+                    raise ValueError(
+                        f"{name} of parameter {key} is {value.dtype} in the checkpoint, but it has "
+                        f"no {name}_scale"
+                    )
                 if name.endswith("_scale") and not ((value > 0) & value.isfinite()).all():
                     raise ValueError(
                         f"{name} of parameter {key} has {float(value.min())} in the checkpoint, "
@@ -2434,18 +2442,11 @@ class _FusedOptimizer(torch.optim.Optimizer):
 
     def _check_complete(self, key: Any, saved: Mapping[str, Any]) -> None:
         """ValueError if a saved state lacks what one of this class never lacks."""
-        used = float(saved.get("step", 0)) > 0
-        if lacks := [name for name in self._always_has if used and saved.get(name) is None]:
-            raise ValueError(
-                f"the checkpoint is of another optimizer: parameter {key} has no {lacks[0]}, "
-                f"{type(self).__name__} keeps {', '.join(self._state_names)}"
-            )
-        for name, value in saved.items():
-            is_fp8 = isinstance(value, Tensor) and value.dtype in _FP8_LARGEST
-            if is_fp8 and saved.get(f"{name}_scale") is None:
+        for name in self._always_has if float(saved.get("step", 0)) > 0 else ():
+            if name not in saved:
                 raise ValueError(
-                    f"{name} of parameter {key} is {value.dtype} in the checkpoint, but it has no "
-                    f"{name}_scale"
+                    f"the checkpoint is of another optimizer: parameter {key} has no {name}, "
+                    f"{type(self).__name__} keeps {', '.join(self._state_names)}"
                 )
 
     def _loaded_group(self, group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
@@ -2636,7 +2637,10 @@ def clip_grad_norm_(
     if math.isnan(norm_type):
         raise ValueError(f"norm_type must be a number, got {norm_type}")
     try:
-        return _clip(parameters, float(max_norm), norm_type, error_if_nonfinite, foreach)
+        norm = _clip(parameters, float(max_norm), error_if_nonfinite) if norm_type == 2 else None
+        if norm is None:
+            norm = _torchs_clip(parameters, float(max_norm), norm_type, error_if_nonfinite, foreach)
+        return norm
     except (AttributeError, TypeError):  # looked for now only: it would take longer than the rest
         for param in parameters:
             if not isinstance(param, Tensor):
@@ -2644,19 +2648,14 @@ def clip_grad_norm_(
         raise
 
 
-def _clip(
-    parameters: list[Tensor],
-    max_norm: float,
-    norm_type: float,
-    error_if_nonfinite: bool,
-    foreach: bool | None,
-) -> Tensor:
+def _clip(parameters: list[Tensor], max_norm: float, error_if_nonfinite: bool) -> Tensor | None:
+    """By the kernels; None, with nothing changed: they are not for these gradients."""
     first = next((param.grad for param in parameters if param.grad is not None), None)
     if first is None:
         return torch.zeros((), dtype=torch.float32)
-    parts = _parts_of_norm(parameters, first.device) if norm_type == 2 else None
+    parts = _parts_of_norm(parameters, first.device)
     if parts is None:
-        return _torchs_clip(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+        return None
     sums = [_over_shards(part.grads.norm_sq(), part.shards) for part in parts]
     total = _total(sums)
     _reject_nonfinite(total, error_if_nonfinite)

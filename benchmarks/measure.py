@@ -216,7 +216,8 @@ def measure(
     result = Result(state_bytes=state_bytes(optimizer, params) / numel)
     result.signatures = count_signatures(optimizer, params)
     if device.type == "cuda":
-        host = time_host(step, device, 20 if quick else 200)
+        calls = 20 if quick else 200
+        host = time_host(step, device, calls)
         launches, copies = 100.0, 0.0
         try:
             launches, copies, kernel_seconds = profile_kernels(step)
@@ -229,7 +230,7 @@ def measure(
         queued = max(1, min(20, int(800 / (launches + copies + 1))))
         seconds = time_device(step, device, queued, 5 if quick else 15)
         # Twice, with time in between: other work on the host can only add to it.
-        result.host_us = 1e6 * min(host, time_host(step, device, 20 if quick else 200))
+        result.host_us = 1e6 * min(host, time_host(step, device, calls))
         new, same = _time_new_gradients(step, params, 20 if quick else 100)
         result.host_new_grads_us, result.host_same_grads_us = 1e6 * new, 1e6 * same
     else:
