@@ -39,7 +39,8 @@ def run_row(case: Case) -> None:
     optimizer.step()
     set_grads(params)
     nan, zero = params[3].grad, params[5].grad
-    assert nan is not None and zero is not None
+    assert nan is not None
+    assert zero is not None
     nan[:256] = math.nan
     zero[256:512] = 0
     optimizer.step()
