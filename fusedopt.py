@@ -2604,7 +2604,7 @@ class _StepInBackward:
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],
     max_norm: float,
-    norm_type: float = 2.0,
+    norm_type: float | str = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
@@ -2617,7 +2617,7 @@ def clip_grad_norm_(
     Args:
         parameters: a tensor or several, whose ``grad`` is clipped in place.
         max_norm: not negative.
-        norm_type: other norms than 2 are left to torch.
+        norm_type: a number, math.inf or "inf"; other norms than 2 are left to torch.
         error_if_nonfinite: wait for the norm, and raise RuntimeError if it is infinite or NaN.
         foreach: accepted for torch's sake.
 
@@ -2633,7 +2633,7 @@ def clip_grad_norm_(
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not _as_number(max_norm, "max_norm") >= 0:
         raise ValueError(f"max_norm must be 0 or more, got {max_norm}")
-    norm_type = _as_number(norm_type, "norm_type")
+    norm_type = math.inf if norm_type == "inf" else _as_number(norm_type, "norm_type")
     if math.isnan(norm_type):
         raise ValueError(f"norm_type must be a number, got {norm_type}")
     try:

@@ -37,7 +37,7 @@ import torch.nn.functional as F
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException
 from hydra.types import RunMode
-from hydra.utils import get_object, instantiate, to_absolute_path
+from hydra.utils import get_method, instantiate, to_absolute_path
 from matplotlib.figure import Figure
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -344,10 +344,17 @@ def build_optimizer(config: DictConfig, model: nn.Module, device: torch.device) 
     others = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
     optimizer = build("optimizer", options, groups)
+    try:
+        step_in_backward = get_method(config.trainer.step_in_backward)
+    except (ImportError, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            "trainer.step_in_backward must be the full name of a function, got "
+            f"{spelled(config.trainer.step_in_backward)}"
+        ) from error
     if config.trainer.grad_release:
         try:
-            get_object(config.trainer.step_in_backward)(model, optimizer)
-        except (ImportError, AttributeError, TypeError, ValueError) as error:
+            step_in_backward(model, optimizer)
+        except (TypeError, ValueError) as error:
             raise ConfigError(f"trainer.grad_release: {error}") from error
     return optimizer
 

@@ -362,6 +362,7 @@ def test_clip_grad_norm_as_torch_has_it(device: torch.device, backend: str) -> N
     param.grad = torch.tensor([3.0, -4.0, 0.0], device=device)
     assert fusedopt.clip_grad_norm_(param, 1.0, norm_type=1.0) == 7
     assert fusedopt.clip_grad_norm_(param, 1.0, norm_type=float("inf")) < 1
+    assert fusedopt.clip_grad_norm_(param, 1.0, norm_type="inf") < 1
     for max_norm in (-1.0, float("nan")):
         with pytest.raises(ValueError, match="max_norm must be 0 or more, got"):
             fusedopt.clip_grad_norm_(param, max_norm)

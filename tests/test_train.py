@@ -216,6 +216,8 @@ ERRORS = [
     (["trainer.log_every=0"], ["trainer.log_every", ">= 1"]),
     (["trainer.final_lr=2"], ["trainer.final_lr", "[0, 1]"]),
     (["trainer.max_grad_norm=-1"], ["trainer.max_grad_norm", "> 0"]),
+    (["trainer.step_in_backward=foo.bar"], ["trainer.step_in_backward", "foo.bar"]),
+    (["trainer.step_in_backward=null"], ["trainer.step_in_backward", "null"]),
     (["trainer.cuda_graph=maybe"], ["trainer.cuda_graph", "true or false"]),
     (["trainer.stepz=5"], ["trainer.stepz", "steps", "cuda_graph"]),
     (["+trainer.stepz=5"], ["trainer.stepz", "steps", "cuda_graph"]),
