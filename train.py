@@ -37,7 +37,7 @@ import torch.nn.functional as F
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException
 from hydra.types import RunMode
-from hydra.utils import get_method, instantiate, to_absolute_path
+from hydra.utils import instantiate, to_absolute_path
 from matplotlib.figure import Figure
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -214,6 +214,11 @@ class Trainer:
                 )
             if kind == "bool" and type(value) is not bool:
                 raise ConfigError(f"trainer.{name} must be true or false, got {spelled(value)}")
+        if not isinstance(self.step_in_backward, str):
+            name = spelled(self.step_in_backward)
+            raise ConfigError(
+                f"trainer.step_in_backward must be the name of a function, got {name}"
+            )
         if not (isinstance(self.final_lr, (int, float)) and 0 <= self.final_lr <= 1):
             raise ConfigError(f"trainer.final_lr must lie in [0, 1], got {spelled(self.final_lr)}")
         norm = self.max_grad_norm
@@ -344,12 +349,12 @@ def build_optimizer(config: DictConfig, model: nn.Module, device: torch.device) 
     others = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
     optimizer = build("optimizer", options, groups)
+    name = config.trainer.step_in_backward
     try:
-        step_in_backward = get_method(config.trainer.step_in_backward)
-    except (ImportError, ValueError, TypeError, AttributeError) as error:
+        step_in_backward = instantiate({"_target_": name}, _partial_=True)
+    except (HydraException, TypeError) as error:
         raise ConfigError(
-            "trainer.step_in_backward must be the full name of a function, got "
-            f"{spelled(config.trainer.step_in_backward)}"
+            f"trainer.step_in_backward must be the full name of a function, got {spelled(name)}"
         ) from error
     if config.trainer.grad_release:
         try:
